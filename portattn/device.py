@@ -1,0 +1,63 @@
+"""Facts about a torch device: vendor and architecture, asked of torch once per device.
+
+Torch calls ROCm devices "cuda"; the vendor is decided first, by torch.version.hip, and the compute
+capability numbers are never read on HIP (gfx90a says (9, 0) there). No NVML, no driver call of our own:
+CUDA's device order, MIG slices and visibility are then always those that torch uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from typing import NamedTuple
+
+import torch
+
+
+class Facts(NamedTuple):
+    """device: "cpu" | "cuda" | "hip" | "mps" | "xpu" | torch's type; arch: "sm_90", "gfx942", "x86_64" or ""."""
+
+    device: str
+    arch: str
+    name: str
+
+
+def vendor(device_type: str) -> str:
+    """The device name used by manifests: torch's type, but "hip" for a ROCm build's "cuda"."""
+    if device_type == "cuda" and getattr(torch.version, "hip", None):
+        return "hip"
+    return device_type
+
+
+@functools.lru_cache(maxsize=None)
+def _facts(device_type: str, index: int) -> Facts:
+    kind = vendor(device_type)
+    if kind in ("cuda", "hip"):
+        props = torch.cuda.get_device_properties(index)
+        if kind == "hip":
+            return Facts(kind, getattr(props, "gcnArchName", "").split(":")[0], props.name)
+        return Facts(kind, f"sm_{props.major}{props.minor}", props.name)
+    if kind == "cpu":
+        return Facts(kind, cpu_arch(), platform.processor() or cpu_arch())
+    if kind == "xpu" and hasattr(torch, "xpu"):
+        return Facts(kind, "", torch.xpu.get_device_name(index))
+    return Facts(kind, "", kind)
+
+
+def facts(device: torch.device) -> Facts:
+    """Facts of a device; touches the device the first time (creates a CUDA context)."""
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+    return _facts(device.type, index)
+
+
+def cpu_arch() -> str:
+    """"x86_64" or "aarch64", whatever the operating system calls them."""
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA or HIP device is being captured into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
