@@ -6,7 +6,7 @@ One manifest has four readers (registry, doctor, support table, CI matrix), so n
     name: cuda                      # the folder's name, and the name that users give
     title: CUDA kernels
     priority: 300                   # higher is tried first
-    native: true                    # falling below it on its devices warns once (default false)
+    native: [cuda]                  # devices whose native choice this is: serving them otherwise warns once
     requires:                       # static facts, checked without touching a device
       torch_build: [cuda]           # cuda | hip | cpu | xpu | mps
       packages: {triton: ">=3.4"}
@@ -67,7 +67,7 @@ class Manifest(NamedTuple):
     title: str
     priority: int
     capabilities: tuple[Capability, ...]
-    native: bool = False
+    native: tuple[str, ...] = ()
     requires: Requires = Requires()
     ci: tuple[dict[str, Any], ...] = ()
     verified: tuple[dict[str, Any], ...] = ()
@@ -173,7 +173,7 @@ def parse(data: Any, file: str = "manifest") -> Manifest:
         title=r.typed(data["title"], "title", str),
         priority=r.typed(data["priority"], "priority", int),
         capabilities=tuple(capabilities),
-        native=r.typed(data.get("native", False), "native", bool),
+        native=r.names(data.get("native", []), "native"),
         requires=Requires(
             r.names(requires.get("torch_build", []), "requires.torch_build", ("cuda", "hip", "cpu", "xpu", "mps")),
             {k: r.typed(v, f"requires.packages.{k}", str) for k, v in packages.items()},

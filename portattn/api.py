@@ -1,0 +1,546 @@
+"""The calls: validate -> Problem and Call -> the backend that the registry bound -> its result.
+
+Each call makes a key of everything that its validity and the choice of backend depend on: shapes, strides,
+dtypes, devices, options. A key met before costs one dictionary lookup (about 3 us in all); a new one is
+validated (validate.py) and bound (registry.py). Values on the device are looked at only under PORTATTN_CHECK=1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import config, registry, validate
+from .device import capturing
+from .problem import Call
+from .registry import Bound, Choice
+
+_is_compiling = torch.compiler.is_compiling
+_grad_mode = torch.is_grad_enabled
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
+_order = registry.current_order
+_state = config.call_state
+_PLAIN = (Tensor, Parameter)  # other subclasses (fake, functional, wrapper tensors) go through the custom ops
+
+_memo: dict[tuple, Bound] = {}
+_MEMO_LIMIT = 4096  # keys; an engine meets some hundreds
+registry._listeners.append(_memo.clear)
+
+
+def _meta(x: Any) -> Any:
+    """What a key must know of an optional argument."""
+    return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _remember(key: tuple | None, bound: Bound, device: torch.device) -> None:
+    """Keeps a binding; not one made during graph capture, where no known-answer check can run."""
+    if key is None or capturing(device):
+        return
+    if len(_memo) >= _MEMO_LIMIT:
+        _memo.clear()
+    _memo[key] = bound
+
+
+def _run(bound: Bound, call: Call) -> Any:
+    """Runs a bound call with what must not leak in: autocast, and an `out` that shares memory with an input."""
+    out = call.out
+    if out is not None and (pointer := out.data_ptr()):
+        if pointer == call.q.data_ptr() or pointer == call.k.data_ptr() or pointer == call.v.data_ptr() or (
+            call.k_new is not None and (pointer == call.k_new.data_ptr() or pointer == call.v_new.data_ptr())
+        ) or (call.bias is not None and pointer == call.bias.data_ptr()):
+            raise validate.overlap(call)
+    if _any_autocast():
+        with torch.autocast(call.q.device.type, enabled=False):
+            return bound.run(call, bound)
+    return bound.run(call, bound)
+
+
+# ------------------------------------------------------------------ dense
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    layout: str = "bshd",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over dense tensors: ``softmax(mask(softcap(scale * q k^T) + alibi + bias)) v``.
+
+    Query i stands at position ``i + Sk - Sq``, so causal and windowed masks are aligned bottom-right. A row
+    that sees no key gives 0 and an lse of -inf (with a sink: the sink). Any length may be 0.
+
+    Args:
+        q: (B, Sq, Hq, D) float32, float16 or bfloat16; strides free but for the last (others are copied).
+        k: (B, Sk, Hkv, D) of q's dtype; query head h reads head ``h // (Hq / Hkv)``.
+        v: (B, Sk, Hkv, Dv).
+        causal: key j is visible iff ``j <= i + Sk - Sq``.
+        window_size: (left, right) keys around the position, inclusive, -1 unbounded. A window of W tokens
+            in all, causal, is (W - 1, 0).
+        softmax_scale: a finite number; default ``1 / sqrt(D)``.
+        softcap: c > 0 turns scores s into ``c * tanh(s / c)`` before alibi and bias; 0.0 is off.
+        bias: float32 or q's dtype (added, -inf allowed), or bool (True attends); broadcastable to
+            (B, Hq, Sq, Sk) in this order whatever the layout.
+        alibi_slopes: float32 (Hq,) or (B, Hq); adds ``-slope * abs(position - j)``.
+        sinks: (Hq,), float32 or q's dtype: a logit a head that joins the softmax's denominator only.
+        layout: "bshd", or "bhsd" with axes 1 and 2 of q, k, v and out swapped.
+        out: (B, Sq, Hq, Dv) of q's dtype or float32, last stride 1, not overlapping an input; returned itself.
+        return_lse: also return the natural log of the softmax denominator, float32 (B, Sq, Hq).
+        num_splits: a hint; 0 lets the backend decide.
+        batch_invariant: a row's bits do not depend on the rest of the batch.
+        backend: force one backend by name; it never falls through.
+
+    Returns:
+        out, contiguous in (B, Sq, Hq, Dv) order (a transposed view for "bhsd"), or (out, lse).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: every fault of the arguments at once.
+        NoBackendError: no backend takes the problem, with each one's reasons.
+
+    Example:
+        >>> q = torch.randn(2, 5, 8, 64); k = v = torch.randn(2, 9, 2, 64)
+        >>> attention(q, k, v, causal=True).shape
+        torch.Size([2, 5, 8, 64])
+
+    The alignment and window follow FlashAttention 2; lse's base and the empty row are portattn's own.
+    """
+    if _is_compiling() or type(q) not in _PLAIN:
+        return _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
+                         alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out, return_lse=return_lse, num_splits=num_splits,
+                         batch_invariant=batch_invariant, backend=backend)
+    key = None
+    try:
+        extra = None
+        if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
+            extra = (_meta(bias), _meta(alibi_slopes), _meta(sinks), _meta(out))
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
+            _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
+            causal, window_size, softmax_scale, softcap, layout, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
+        )
+        bound = _memo.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        bound = None
+    if bound is None:
+        bound = validate.dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse,
+                               num_splits, batch_invariant, backend)
+        _remember(key, bound, q.device)
+    return _attention(bound, q, k, v, bias, alibi_slopes, sinks, out)
+
+
+def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, **_):
+    n, given = bound.normal, out
+    if bound.extra is not None:
+        q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
+    got = _run(bound, Call(q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, max_seqlen_q=n.max_q,
+                           max_seqlen_k=n.max_k, out=out, return_lse=n.lse, num_splits=n.num_splits, batch_invariant=n.invariant))
+    if given is not None:
+        return (given, got[1]) if n.lse else given
+    if n.swap:
+        return (got[0].transpose(1, 2), got[1]) if n.lse else got.transpose(1, 2)
+    return got
+
+
+# ------------------------------------------------------------------ varlen
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over ragged batches: sequence b owns rows ``cu_seqlens[b] .. cu_seqlens[b+1]`` of q and of k, v.
+
+    Rows at or past the last cu_seqlens entry belong to no sequence and may hold anything; their out is unspecified.
+
+    Args:
+        q: (Tq, Hq, D); k: (Tk, Hkv, D); v: (Tk, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k: (B+1,) int32 or int64, exclusive prefix sums from 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, host ints; too small is undefined
+            (PORTATTN_CHECK=1 raises).
+        seqused_k: (B,) int32 or int64: keys of each sequence in use; later ones are not read.
+        The others as in `attention`; positions are ``i + Lk - Lq`` within a sequence.
+
+    Returns:
+        out (Tq, Hq, Dv), or (out, lse) with lse float32 (Tq, Hq).
+
+    Raises:
+        As `attention`.
+
+    Example:
+        >>> q = torch.randn(7, 8, 64); cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> attention_varlen(q, q, q, cu, cu, 4, 4, causal=True).shape
+        torch.Size([7, 8, 64])
+    """
+    if _is_compiling() or type(q) not in _PLAIN:
+        return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k, causal=causal,
+                         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+                         out=out, return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend)
+    key = None
+    try:
+        extra = None
+        if seqused_k is not None or alibi_slopes is not None or sinks is not None or out is not None:
+            extra = (_meta(seqused_k), _meta(alibi_slopes), _meta(sinks), _meta(out))
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
+            cu_seqlens_q.shape, cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
+            cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q, max_seqlen_k,
+            _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
+            causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
+        )
+        bound = _memo.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        bound = None
+    if bound is None:
+        bound = validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale,
+                                softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend)
+        _remember(key, bound, q.device)
+    return _attention_varlen(bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, out)
+
+
+def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=None, alibi_slopes=None, sinks=None, out=None, **_):
+    n, given = bound.normal, out
+    if bound.extra is not None:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
+    call = Call(q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k,
+                n.max_q, n.max_k, out=out, return_lse=n.lse, num_splits=n.num_splits, batch_invariant=n.invariant)
+    if n.check:
+        validate.values(call)
+    got = _run(bound, call)
+    if given is not None:
+        return (given, got[1]) if n.lse else given
+    return got
+
+
+# ------------------------------------------------------------------ paged
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    kv_layout: str = "NHD",
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a paged cache: decode, extend and prefill, in any mixture, in one call.
+
+    Key j of sequence b lies in slot ``j % P`` of page ``block_table[b, j // P]``. Nothing at or past kv_lens and
+    no table entry past ``ceil(kv_lens / P)`` is read. A contiguous cache (B, Smax, Hkv, D) is the case P = Smax
+    with a table of one column.
+
+    Args:
+        q: (B, Sq, Hq, D), or (Tq, Hq, D) with cu_seqlens_q (B+1,) for ragged queries.
+        k_cache: (N, P, Hkv, D) for kv_layout "NHD", (N, Hkv, P, D) for "HND"; of q's dtype or an 8-bit float one.
+        v_cache: likewise with Dv, of k_cache's dtype.
+        block_table: (B, M) int32 or int64 page ids; pages may be shared and repeated.
+        kv_lens: (B,) int32 or int64: keys attended to, this call's appended tokens included; negative is 0.
+        max_seqlen_q: upper bound of the query lengths, a host int; default Tq (ragged) or Sq.
+        k, v: new tokens, shaped like q with Hkv heads (and Dv). They are written at positions
+            ``kv_lens - Lq .. kv_lens - 1`` before the call attends; negative positions are not written.
+        rotary_cos, rotary_sin: (max position, rotary_dim / 2) float32 or q's dtype. q turns at its position
+            ``i + Lk - Lq``, an appended key at the one where it lands; the cache stores turned keys.
+        rotary_interleaved: pairs (0, 1), (2, 3), …; default pairs (i, i + rotary_dim / 2).
+        k_scale, v_scale: a number, or float32 (), (Hkv,) or (B, Hkv): value = stored * scale; an append
+            stores x / scale, rounded to nearest even and saturated.
+        The others as in `attention`.
+
+    Returns:
+        out, q's shape with Dv; or (out, lse), lse float32 of out's shape without the last axis.
+
+    Raises:
+        As `attention`; caches and out are untouched then.
+
+    Example:
+        >>> cache = torch.randn(4, 16, 2, 64); table = torch.tensor([[2, 0]]); lens = torch.tensor([20])
+        >>> attention_paged(torch.randn(1, 1, 8, 64), cache, cache.clone(), table, lens, causal=True).shape
+        torch.Size([1, 1, 8, 64])
+    """
+    if _is_compiling() or type(q) not in _PLAIN:
+        return _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+                         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, kv_layout=kv_layout,
+                         k_scale=k_scale, v_scale=v_scale, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+                         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse, num_splits=num_splits,
+                         batch_invariant=batch_invariant, backend=backend)
+    key = None
+    try:
+        extra = None
+        if cu_seqlens_q is not None or out is not None:
+            extra = (_meta(cu_seqlens_q), max_seqlen_q, _meta(out))
+        if k is not None or rotary_cos is not None or k_scale is not None or v_scale is not None or alibi_slopes is not None or (
+            sinks is not None or v is not None or rotary_sin is not None
+        ):
+            extra = (extra, _meta(k), _meta(v), _meta(rotary_cos), _meta(rotary_sin), _meta(k_scale), _meta(v_scale), _meta(alibi_slopes),
+                     _meta(sinks))
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device,
+            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device,
+            block_table.shape, block_table.stride(), block_table.dtype, block_table.device,
+            kv_lens.shape, kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
+            _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved, kv_layout,
+            causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
+        )
+        bound = _memo.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        bound = None
+    if bound is None:
+        bound = validate.paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin,
+                               rotary_interleaved, kv_layout, k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes,
+                               sinks, out, return_lse, num_splits, batch_invariant, backend)
+        _remember(key, bound, q.device)
+    return _attention_paged(bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale, v_scale,
+                            alibi_slopes, sinks, out)
+
+
+def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=None, k=None, v=None, rotary_cos=None,
+                     rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
+    n, given = bound.normal, out
+    if bound.extra is not None:
+        q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks = bound.extra(
+            q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
+    call = Call(q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, None, None,
+                n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin, n.interleaved, k_scale, v_scale, out, n.lse,
+                n.num_splits, n.invariant)
+    if n.check:
+        validate.values(call)
+    got = _run(bound, call)
+    if given is not None:
+        return (given, got[1]) if n.lse else given
+    return got
+
+
+# ------------------------------------------------------------------ cache and merge
+def cache_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_layout: str = "NHD",
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    backend: str | None = None,
+) -> None:
+    """Writes tokens into a paged cache: token t goes to slot ``slot_mapping[t] = page * P + offset``; negative: skipped.
+
+    Args:
+        k: (T, Hkv, D) float32, float16 or bfloat16; v: (T, Hkv, Dv) of k's dtype.
+        k_cache, v_cache: as in `attention_paged`, of k's dtype or an 8-bit one; written in place.
+        slot_mapping: (T,) int32 or int64. If two tokens share a slot, one of them stays.
+        k_scale, v_scale: a number, or float32 () or (Hkv,): stores x / scale, rounded to nearest even, saturated.
+
+    Raises:
+        As `attention`; the caches are untouched then.
+
+    Example:
+        >>> cache = torch.zeros(2, 16, 2, 64); new = torch.randn(3, 2, 64)
+        >>> cache_append(new, new, cache, cache.clone(), torch.tensor([17, -1, 0]))
+    """
+    if _is_compiling() or type(k) not in _PLAIN:
+        return _compiled(cache_append, k, v, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale,
+                         backend=backend)
+    key = None
+    try:
+        key = (
+            "append", k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device, k_cache.shape, k_cache.stride(),
+            k_cache.dtype, k_cache.device, v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
+            slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device, _grad_mode() and (k.requires_grad, v.requires_grad),
+            kv_layout, _meta(k_scale), _meta(v_scale), backend, _order(), _state(),
+        )
+        bound = _memo.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        bound = None
+    if bound is None:
+        bound = validate.cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale, backend)
+        _remember(key, bound, k.device)
+    return _cache_append(bound, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def _cache_append(bound: Bound, k, v, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None, **_) -> None:
+    if bound.extra is not None:
+        k, v, k_cache, v_cache, slot_mapping = bound.extra(k, v, k_cache, v_cache, slot_mapping)
+    if bound.normal.check:
+        validate.slots(slot_mapping, k_cache)
+    bound.adapter.cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound)
+
+
+def merge_states(
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact merge of partial attention results over disjoint sets of keys: ``out = sum(exp(lse_i - lse) out_i)``.
+
+    Associative and commutative up to rounding. A state with lse -inf is the identity, whatever its out holds;
+    all empty gives (0, -inf).
+
+    Args:
+        outs: n tensors (..., Hq, Dv) of one dtype, or one tensor with a leading axis n. "bhsd" results must be
+            transposed first.
+        lses: n float32 tensors (..., Hq), or one with a leading axis n.
+        sinks: (Hq,), float32 or outs' dtype, joined to the denominator once.
+
+    Returns:
+        (out of outs' dtype, lse float32).
+
+    Raises:
+        As `attention`; an empty list is an ArgumentError.
+
+    Example:
+        >>> outs, lses = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 8)
+        >>> merge_states(outs, lses)[1].shape
+        torch.Size([5, 8])
+
+    The rule is that of FlashAttention's split-KV combine.
+    """
+    first = outs if isinstance(outs, Tensor) else outs[0] if isinstance(outs, (list, tuple)) and outs else None
+    if first is not None and (_is_compiling() or type(first) not in _PLAIN):
+        return _compiled(merge_states, outs, lses, sinks=sinks, backend=backend)
+    bound, outs, lses, sinks = validate.merge_states(outs, lses, sinks, backend, _memo, _remember)
+    return bound.adapter.merge_states(outs, lses, sinks, bound)
+
+
+# ------------------------------------------------------------------ torch.compile
+def _compiled(call, *args, **kwargs):
+    from . import ops
+
+    return ops.call(call.__name__, *args, **kwargs)
+
+
+# ------------------------------------------------------------------ plan and explain
+class Plan:
+    """One call bound to its backend: ``plan(**changed)`` runs it on tensors of the same shapes, strides and dtypes.
+
+    Attributes:
+        choice: what runs, as `explain` gives it.
+    """
+
+    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas")
+
+    def __init__(self, choice: Choice, run: Any, bound: Bound, arguments: dict[str, Any]):
+        self.choice, self._run, self._bound, self._arguments = choice, run, bound, arguments
+        self._metas = {name: _meta(value) for name, value in arguments.items()}
+
+    def __call__(self, **changed: Any) -> Any:
+        """Runs the call with some arguments replaced; anything but tensors alike in kind is an ArgumentError."""
+        metas = self._metas
+        for name, value in changed.items():
+            if name not in metas:
+                raise validate.ArgumentTypeError(f"plan: unknown argument {name!r}; known: {', '.join(metas)}")
+            if _meta(value) != metas[name]:
+                raise validate.ArgumentError(f"plan: {name}: wanted {metas[name]} as planned, got {_meta(value)}")
+        return self._run(self._bound, **(self._arguments | changed if changed else self._arguments))
+
+    def __repr__(self) -> str:
+        return f"Plan({self.choice.problem}, backend={self.choice.backend!r})"
+
+
+def _bind(call: Any, args: tuple, kwargs: dict, known_answer: bool) -> tuple[Any, Bound, dict[str, Any]]:
+    """(runner, binding, all arguments by name) of a call that is not run."""
+    import inspect
+
+    runners = {attention: (_attention, validate.dense), attention_varlen: (_attention_varlen, validate.varlen),
+               attention_paged: (_attention_paged, validate.paged), cache_append: (_cache_append, validate.cache_append),
+               merge_states: (_merge_states, None)}
+    if call not in runners:
+        raise validate.ArgumentTypeError(f"call: wanted one of {', '.join(f.__name__ for f in runners)}, got {call!r}")
+    run, validator = runners[call]
+    given = inspect.signature(call).bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = dict(given.arguments)
+    if validator is None:
+        bound = validate.merge_states(arguments["outs"], arguments["lses"], arguments["sinks"], arguments["backend"], {}, lambda *_: None,
+                                      known_answer)[0]
+    else:
+        bound = validator(**arguments, known_answer=known_answer)
+    return run, bound, arguments
+
+
+def _merge_states(bound: Bound, outs, lses, sinks=None, **_):
+    stack = lambda x: x if isinstance(x, Tensor) else torch.stack(tuple(x))
+    return bound.adapter.merge_states(stack(outs), stack(lses), sinks, bound)
+
+
+def plan(call: Any, *args: Any, **kwargs: Any) -> Plan:
+    """Binds one call to its backend and parameters: ``plan(attention_paged, q, …)`` takes what the call takes.
+
+    Optional: a call repeated with the same shapes is bound already. Raises as the call would; runs nothing.
+
+    Example:
+        >>> p = plan(attention, q, k, v, causal=True)
+        >>> out = p(); out = p(q=other)
+    """
+    run, bound, arguments = _bind(call, args, kwargs, True)
+    return Plan(_choice(bound, arguments), run, bound, arguments)
+
+
+def explain(call: Any, *args: Any, **kwargs: Any) -> Choice:
+    """What would run a call, and why not each other backend: ``print(explain(attention_paged, q, …))``. Runs nothing.
+
+    Raises as the call would.
+    """
+    _, bound, arguments = _bind(call, args, kwargs, False)
+    return _choice(bound, arguments)
+
+
+def _choice(bound: Bound, arguments: dict[str, Any]) -> Choice:
+    notes = tuple(getattr(bound.normal, "notes", ()))
+    first = next(iter(arguments.values()))
+    device = (first if isinstance(first, Tensor) else first[0]).device
+    if hasattr(bound.adapter, "notes") and bound.problem.layout in ("dense", "varlen", "paged"):
+        notes += tuple(bound.adapter.notes(validate.example_call(bound, arguments), bound))
+    return registry.explain_bound(bound, registry._indexed(device), notes, bound.normal.scores)
+
+
+__all__ = ["Plan", "attention", "attention_paged", "attention_varlen", "cache_append", "explain", "merge_states", "plan"]

@@ -1,0 +1,182 @@
+"""torch.compile: every call as a custom op, so that dynamo sees one opaque node instead of validation and choice.
+
+The ops exist for tracing (and for tensor subclasses, which dispatch through them); an eager call on plain
+tensors never comes here. Inside an op the eager call runs on real tensors and chooses as always.
+An op's outputs may not alias its inputs, so `out=` and an append have ops of their own that declare what they write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import api
+
+_TAIL = "bool causal, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap"
+_END = "bool return_lse, SymInt num_splits, bool batch_invariant, str? backend"
+_DENSE = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, str layout, {_TAIL}, {_END}"
+_VARLEN = (f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+           f"Tensor? seqused_k, Tensor? alibi_slopes, Tensor? sinks, {_TAIL}, {_END}")
+_PAGED = ("Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor block_table, Tensor kv_lens, Tensor? cu_seqlens_q, SymInt? max_seqlen_q, "
+          "Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str kv_layout, Tensor? k_scale, "
+          f"Tensor? v_scale, float? k_factor, float? v_factor, Tensor? alibi_slopes, Tensor? sinks, {_TAIL}, {_END}")
+
+
+def _names(schema: str) -> list[str]:
+    return [part.split()[-1] for part in schema.split(", ")]
+
+
+def _eager(call: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Runs the public call on an op's arguments; always (out, lse), lse empty where it was not asked for."""
+    given = dict(given)
+    given["window_size"] = (given.pop("window_left"), given.pop("window_right"))
+    for name in ("k", "v"):
+        if (factor := given.pop(f"{name}_factor", None)) is not None:
+            given[f"{name}_scale"] = factor
+    if (tokens := given.get("max_seqlen_q")) is not None:
+        given["max_seqlen_q"] = int(tokens)
+    got = call(**given)
+    return got if given["return_lse"] else (got, given["q"].new_empty(0, dtype=torch.float32))
+
+
+def _fake(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """out and lse as the eager call makes them: shapes, strides, dtypes."""
+    q, v = given["q"], given.get("v_cache", given["v"])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lead = q.shape[:-1]
+    if given.get("layout") == "bhsd":
+        b, h, s, _ = q.shape
+        out, lead = q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2), (b, s, h)
+    return out, q.new_empty(lead if given["return_lse"] else (0,), dtype=torch.float32)
+
+
+def _define(name: str, call: Any, schema: str, writes: tuple[str, ...] = ()) -> None:
+    """An op NAME -> (out, lse) and an op NAME_out -> lse that fills `out`."""
+    names = _names(schema)
+
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        return _eager(call, dict(zip(names, args)))
+
+    def run_out(*args: Any) -> Tensor:
+        return _eager(call, dict(zip([*names, "out"], args)))[1]
+
+    op = torch.library.custom_op(f"portattn::{name}", run, mutates_args=writes, schema=f"({schema}) -> (Tensor, Tensor)")
+    op.register_fake(lambda *args: _fake(dict(zip(names, args))))
+    op_out = torch.library.custom_op(f"portattn::{name}_out", run_out, mutates_args=(*writes, "out"),
+                                     schema=f"({schema}, Tensor(z!) out) -> Tensor")
+    op_out.register_fake(lambda *args: _fake(dict(zip(names, args)))[1])
+    if call in _DIFFERENTIABLE:
+        _differentiate(op, name, call, schema, names)
+
+
+# ------------------------------------------------------------------ gradients
+_DIFFERENTIABLE = {api.attention: ("q", "k", "v", "bias", "alibi_slopes", "sinks"),
+                   api.attention_varlen: ("q", "k", "v", "alibi_slopes", "sinks")}
+
+
+def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str]) -> None:
+    """Backward recomputes the forward by a backend that has gradients: the forward may have run on one that has not."""
+    wanted = _DIFFERENTIABLE[call]
+
+    def backward(grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
+        given = dict(zip(names, args), backend=None)
+        leaves = []
+        for n, need in zip(wanted, needed):
+            if need:
+                given[n] = given[n].detach().requires_grad_()
+                leaves.append(given[n])
+        with torch.enable_grad():
+            out, lse = _eager(call, given)
+        outputs = [(out, grad_out)] + ([(lse, grad_lse)] if given["return_lse"] else [])
+        grads = torch.autograd.grad([o for o, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous() for x, g in zip(leaves, grads)]
+
+    def fake(grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
+        given = dict(zip(names, args))
+        return [torch.empty_like(given[n], memory_format=torch.contiguous_format) for n, need in zip(wanted, needed) if need]
+
+    grad_op = torch.library.custom_op(f"portattn::{name}_backward", backward, mutates_args=(),
+                                      schema=f"(Tensor grad_out, Tensor grad_lse, bool[] needed, {schema}) -> Tensor[]")
+    grad_op.register_fake(fake)
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.tensors))
+
+    def gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple:
+        args = list(ctx.rest)
+        for i, x in zip(ctx.tensors, ctx.saved_tensors):
+            args[i] = x
+        where = [names.index(n) for n in wanted]
+        needed = [bool(ctx.needs_input_grad[i]) for i in where]
+        got = iter(getattr(torch.ops.portattn, f"{name}_backward")(grad_out, grad_lse, needed, *args))
+        result: list[Any] = [None] * len(args)
+        for i, need in zip(where, needed):
+            if need:
+                result[i] = next(got)
+        return tuple(result)
+
+    op.register_autograd(gradients, setup_context=setup)
+
+
+# ------------------------------------------------------------------ definitions
+_define("attention", api.attention, _DENSE)
+_define("attention_varlen", api.attention_varlen, _VARLEN)
+_define("attention_paged", api.attention_paged, _PAGED.format("", ""))
+_define("attention_paged_append", api.attention_paged, _PAGED.format("(a!)", "(b!)"), ("k_cache", "v_cache"))
+
+_APPEND = ("Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, str kv_layout, Tensor? k_scale, Tensor? v_scale, "
+           "float? k_factor, float? v_factor, str? backend")
+
+
+def _run_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale, k_factor, v_factor, backend) -> None:
+    api.cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_scale=k_scale if k_factor is None else k_factor,
+                     v_scale=v_scale if v_factor is None else v_factor, backend=backend)
+
+
+torch.library.custom_op("portattn::cache_append", _run_append, mutates_args=("k_cache", "v_cache"),
+                        schema=f"({_APPEND}) -> ()").register_fake(lambda *args: None)
+torch.library.custom_op(
+    "portattn::merge_states", lambda outs, lses, sinks, backend: api.merge_states(outs, lses, sinks=sinks, backend=backend), mutates_args=(),
+    schema="(Tensor outs, Tensor lses, Tensor? sinks, str? backend) -> (Tensor, Tensor)",
+).register_fake(lambda outs, lses, sinks, backend: (outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])))
+
+
+# ------------------------------------------------------------------ from the public calls
+def _split(scale: Any) -> tuple[Any, Any]:
+    """A scale as (tensor or None, number or None)."""
+    return (scale, None) if scale is None or isinstance(scale, Tensor) else (None, scale)
+
+
+def _invoke(name: str, schema: str, given: dict[str, Any]) -> Any:
+    window = given.pop("window_size")
+    given["window_left"], given["window_right"] = (-1, -1) if window is None else window
+    out = given.pop("out")
+    args = [given[n] for n in _names(schema)]
+    if out is None:
+        out, lse = getattr(torch.ops.portattn, name)(*args)
+    else:
+        lse = getattr(torch.ops.portattn, f"{name}_out")(*args, out)
+    return (out, lse) if given["return_lse"] else out
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The public call of this name, through its op."""
+    if name == "attention":
+        return _invoke(name, _DENSE, dict(zip(("q", "k", "v"), args)) | kwargs)
+    if name == "attention_varlen":
+        leading = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return _invoke(name, _VARLEN, dict(zip(leading, args)) | kwargs)
+    if name == "attention_paged":
+        given = dict(zip(("q", "k_cache", "v_cache", "block_table", "kv_lens"), args)) | kwargs
+        given["k_scale"], given["k_factor"] = _split(given["k_scale"])
+        given["v_scale"], given["v_factor"] = _split(given["v_scale"])
+        return _invoke(name if given["k"] is None and given["v"] is None else f"{name}_append", _PAGED.format("", ""), given)
+    if name == "cache_append":
+        (k_scale, k_factor), (v_scale, v_factor) = _split(kwargs["k_scale"]), _split(kwargs["v_scale"])
+        return torch.ops.portattn.cache_append(*args, kwargs["kv_layout"], k_scale, v_scale, k_factor, v_factor, kwargs["backend"])
+    outs, lses = (x if isinstance(x, Tensor) else torch.stack(tuple(x)) for x in args)
+    return torch.ops.portattn.merge_states(outs, lses, kwargs["sinks"], kwargs["backend"])

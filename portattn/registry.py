@@ -1,0 +1,493 @@
+"""The registry: which backends there are, which of them serves a problem, and why not the others.
+
+Discovery and order are fixed at import from manifests alone; adapters are imported, and devices touched, at
+the first call that may need them. A choice is made once per kind of call and remembered by api.py.
+Order: `backend=`, then `use()`, then PORTATTN_BACKEND, then priority. The first two kinds never fall through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import threading
+import warnings
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Callable, Iterator, NamedTuple
+
+import torch
+
+from . import config, manifest as manifests_module, verdicts
+from .capability import Capability, Reason, unmet
+from .device import capturing, facts, vendor
+from .errors import ArgumentError, ArgumentTypeError, NoBackendError
+from .manifest import Manifest, ManifestError
+from .problem import Problem
+
+QUADRATIC_LIMIT = 1 << 28  # scores that a memory: quadratic kernel may hold unasked: 1 GiB in float32
+
+
+class Status(NamedTuple):
+    """ready | partial (some devices or all problems of a kind declined) | unavailable | broken, and why."""
+
+    level: str
+    reasons: tuple[Reason, ...] = ()
+
+
+class Choice(NamedTuple):
+    """What would run a problem, how, and why not the backends that come before or after it."""
+
+    problem: Problem
+    backend: str
+    capability: Capability
+    notes: tuple[str, ...]
+    rejected: dict[str, tuple[Reason, ...]]
+
+    def __str__(self) -> str:
+        lines = [str(self.problem), f"  {self.backend}: serves it, capability {self.capability.id}"]
+        lines += [f"    {note}" for note in self.notes]
+        return "\n".join(lines + table(self.rejected))
+
+
+class Bound:
+    """A problem bound to the backend that serves it, for calls of exactly the same shapes and options."""
+
+    __slots__ = ("problem", "backend", "capability", "adapter", "run", "state", "rejected", "normal", "extra")
+
+    def __init__(self, problem: Problem, backend: str, capability: Capability, adapter: Any, rejected: dict):
+        self.problem, self.backend, self.capability, self.adapter = problem, backend, capability, adapter
+        self.run: Callable = getattr(adapter, "attention", None)
+        self.state: dict[Any, Any] = {}
+        self.rejected = rejected
+        self.normal = None  # api.py: the call's normalised numbers
+        self.extra = None  # api.py: what must be viewed or copied before the backend sees it
+
+
+class _Entry:
+    """One backend: its manifest, and what became known of it."""
+
+    def __init__(self, manifest: Manifest, module: str | ModuleType | Any, error: Reason | None = None):
+        self.manifest, self.module, self.error = manifest, module, error
+        self.adapter: Any = None if isinstance(module, str) else module
+        self.probed: dict[tuple[str, int | None], tuple[Reason, ...]] = {}
+
+    @functools.cached_property
+    def static(self) -> tuple[Reason, ...]:
+        """Reasons that need no device: build of torch, packages, platform."""
+        if self.error:
+            return (self.error,)
+        need, no = self.manifest.requires, []
+        if need.torch_build and not set(need.torch_build) & torch_builds():
+            no.append(Reason("torch_build", "|".join(need.torch_build), "|".join(sorted(torch_builds())),
+                             f"install a build of torch for {need.torch_build[0]}"))
+        system = {"linux": "linux", "darwin": "darwin", "win32": "windows"}.get(sys.platform, sys.platform)
+        if need.platforms and system not in need.platforms:
+            no.append(Reason("platform", "|".join(need.platforms), system))
+        for name, spec in need.packages.items():
+            fix = f"pip install '{name}{spec}'"
+            try:
+                have = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                no.append(Reason("not_installed", f"{name} {spec}".strip(), "not installed", fix))
+                continue
+            if not version_matches(have, spec):
+                no.append(Reason("version", f"{name} {spec}", have, fix))
+        return tuple(no)
+
+    def load(self) -> Reason | None:
+        """Imports the adapter; a module that raises anything is a Reason, not an error of portattn."""
+        if self.adapter is None:
+            try:
+                self.adapter = importlib.import_module(self.module)
+            except Exception as exc:
+                if config.flag("PORTATTN_DEBUG"):
+                    raise
+                self.error = Reason("import", f"an importable {self.module}", f"{type(exc).__name__}: {exc}",
+                                    f"python -c 'import {self.module}'")
+                return self.error
+        return None
+
+    def probe(self, device: torch.device) -> tuple[Reason, ...]:
+        """() if the backend works on the device; asked once per device."""
+        key = (device.type, device.index)
+        found = self.probed.get(key)
+        if found is None:
+            found = self._probe(device)
+            self.probed[key] = found
+        return found
+
+    def _probe(self, device: torch.device) -> tuple[Reason, ...]:
+        kind = vendor(device.type)
+        devices = {d for c in self.manifest.capabilities for d in c.devices}
+        if devices and kind not in devices and all(c.devices for c in self.manifest.capabilities):
+            return (Reason("device", "|".join(sorted(devices)), kind),)
+        if self.static:
+            return self.static
+        if error := self.load():
+            return (error,)
+        try:
+            return tuple(self.adapter.probe(device)) if hasattr(self.adapter, "probe") else ()
+        except Exception as exc:
+            if config.flag("PORTATTN_DEBUG"):
+                raise
+            return (Reason("broken", "a probe that answers", f"{type(exc).__name__}: {exc}", "portattn doctor"),)
+
+
+# ------------------------------------------------------------------ static facts
+@functools.lru_cache(maxsize=None)
+def torch_builds() -> frozenset[str]:
+    """What this build of torch was made for; needs no device and creates no context."""
+    builds = {"cpu"} | {name for name in ("cuda", "hip", "xpu") if getattr(torch.version, name, None)}
+    if torch.backends.mps.is_built():
+        builds.add("mps")
+    return frozenset(builds)
+
+
+def version_matches(have: str, spec: str) -> bool:
+    """Whether a version fits a comma-separated list of >=, >, <=, <, ==, != clauses on its numbers."""
+    def numbers(text: str) -> list[int]:
+        found = [int(n) for n in re.findall(r"\d+", re.split(r"[+a-z]", text.strip())[0])]
+        return found + [0] * (4 - len(found))
+
+    for clause in filter(None, (c.strip() for c in spec.split(","))):
+        op, want = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*(.+)", clause).groups()
+        a, b = numbers(have), numbers(want)
+        if not {">=": a >= b, "<=": a <= b, "==": a == b, "!=": a != b, ">": a > b, "<": a < b}[op]:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------ discovery
+_entries: dict[str, _Entry] = {}
+_lock = threading.RLock()
+_listeners: list[Callable[[], None]] = []  # api.py's memo, cleared when what would be chosen may have changed
+_order: ContextVar[tuple[str, ...] | None] = ContextVar("portattn_order", default=None)
+_warned: set[tuple] = set()
+
+
+def _broken(name: str, reason: Reason) -> _Entry:
+    return _Entry(Manifest(name, name, 0, ()), "", reason)
+
+
+def _discover() -> None:
+    from . import backends
+
+    for root in backends.__path__:
+        for name in sorted(os.listdir(root)) if os.path.isdir(root) else ():
+            folder = os.path.join(root, name)
+            if os.path.isfile(os.path.join(folder, "backend.yaml")):
+                _add(name, folder, f"{__package__}.backends.{name}")
+    for point in importlib.metadata.entry_points(group="portattn.backends"):
+        try:
+            spec = importlib.util.find_spec(point.value)
+            if spec is None:
+                raise ModuleNotFoundError(f"no module named {point.value!r}")
+            folder = list(spec.submodule_search_locations or [os.path.dirname(spec.origin or "")])[0]
+        except Exception as exc:  # a parent package may raise anything at import
+            _entries[point.name] = _broken(point.name, Reason(
+                "import", f"an importable {point.value}", f"{type(exc).__name__}: {exc}", f"python -c 'import {point.value}'"))
+            continue
+        if point.name in _entries:
+            _entries[f"{point.name} (plugin)"] = _broken(point.name, Reason(
+                "name", "a name that no other backend has", f"{point.name!r} from {folder}", "rename the entry point and its manifest"))
+        else:
+            _add(point.name, folder, point.value)
+
+
+def _add(name: str, folder: str, module: str | ModuleType) -> None:
+    try:
+        _entries[name] = _Entry(manifests_module.load(folder), module)
+    except ManifestError as exc:
+        _entries[name] = _broken(name, Reason("manifest", "a valid backend.yaml", str(exc), "mend the file"))
+
+
+def _changed() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def register(source: str | os.PathLike[str] | Manifest, module: ModuleType | Any = None) -> str:
+    """Adds a backend of this process: a folder with backend.yaml and __init__.py, or a Manifest and an adapter.
+
+    Returns its name. Raises ManifestError for a malformed manifest and ArgumentError for a name that is taken.
+    """
+    if isinstance(source, Manifest):
+        found = source
+    else:
+        found = manifests_module.load(source)
+        if module is None:
+            file = os.path.join(source, "__init__.py")
+            spec = importlib.util.spec_from_file_location(f"portattn_backend_{found.name}", file, submodule_search_locations=[str(source)])
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+    if module is None:
+        raise ArgumentTypeError("register: a Manifest needs its adapter as module=")
+    with _lock:
+        if found.name in _entries:
+            raise ArgumentError(f"register: backend {found.name!r} exists already")
+        _entries[found.name] = _Entry(found, module)
+        _changed()
+    return found.name
+
+
+def unregister(name: str) -> None:
+    """Removes a backend from this process; an unknown name is an ArgumentError."""
+    with _lock:
+        check_names((name,), "unregister")
+        del _entries[name]
+        _changed()
+
+
+def manifests() -> dict[str, Manifest]:
+    """Every backend's manifest, in the order of priority."""
+    return {name: _entries[name].manifest for name in _by_priority()}
+
+
+def backends() -> dict[str, Status]:
+    """Every backend's Status from static facts and what calls have found out so far; touches no device."""
+    return {name: _status(_entries[name]) for name in _by_priority()}
+
+
+def _status(entry: _Entry) -> Status:
+    if entry.static:
+        broken = {"manifest", "import", "name", "broken"} & {r.code for r in entry.static}
+        return Status("broken" if broken else "unavailable", entry.static)
+    if entry.error:
+        return Status("broken", (entry.error,))
+    bad = tuple(r for reasons in entry.probed.values() for r in reasons if r.code != "device")
+    bad += tuple(verdicts.quarantined(entry.manifest.name))
+    if bad:
+        ready = any(not reasons for reasons in entry.probed.values())
+        return Status("partial" if ready else "broken", bad)
+    away = [reasons for reasons in entry.probed.values() if reasons]
+    if away and len(away) == len(entry.probed):
+        return Status("unavailable", away[0])
+    if not _served_devices(entry) & _present_devices():
+        return Status("unavailable", (Reason("device", "|".join(sorted(_served_devices(entry))), "|".join(sorted(_present_devices()))),))
+    return Status("ready")
+
+
+def _served_devices(entry: _Entry) -> set[str]:
+    caps = entry.manifest.capabilities
+    return {d for c in caps for d in c.devices} | ({"cpu"} if any(not c.devices for c in caps) else set())
+
+
+def _present_devices() -> set[str]:
+    """Devices that torch counts without creating a context."""
+    present = {"cpu"}
+    if torch.cuda.device_count():
+        present.add(vendor("cuda"))
+    if torch.backends.mps.is_available():
+        present.add("mps")
+    if hasattr(torch, "xpu") and torch.xpu.device_count():
+        present.add("xpu")
+    return present
+
+
+# ------------------------------------------------------------------ order
+def _by_priority() -> list[str]:
+    return sorted(_entries, key=lambda name: (-_entries[name].manifest.priority, name))
+
+
+def check_names(names: tuple[str, ...], where: str) -> None:
+    """Raises ArgumentError or ArgumentTypeError unless every name is a backend's."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"{where}: wanted a backend's name, got {type(name).__name__}")
+        if name not in _entries:
+            raise ArgumentError(f"{where}: unknown backend {name!r}; known: {', '.join(_by_priority())}")
+
+
+class use(contextlib.ContextDecorator):
+    """`with portattn.use("triton", "sdpa"):` sets the backends to try, in order; also a decorator.
+
+    Context-local: other threads and asyncio tasks are not affected. A problem that none of them takes raises
+    NoBackendError. An unknown name is an ArgumentError at once. `backend=` of a call comes before it.
+    """
+
+    def __init__(self, *names: str):
+        if not names:
+            raise ArgumentError("use: wanted at least one backend's name")
+        check_names(names, "use")
+        self.names = names
+        self._tokens: list = []
+
+    def _recreate_cm(self) -> "use":
+        return use(*self.names)
+
+    def __enter__(self) -> "use":
+        self._tokens.append(_order.set(self.names))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _order.reset(self._tokens.pop())
+
+
+current_order = _order.get
+
+
+def order_of(backend: str | None) -> tuple[tuple[str, ...], str]:
+    """The names to try and who said so: "backend", "use", "PORTATTN_BACKEND", or "" for priorities."""
+    if backend is not None:
+        check_names((backend,), "backend")
+        return (backend,), "backend"
+    if names := _order.get():
+        return names, "use"
+    if text := config.get("PORTATTN_BACKEND").strip():
+        names = tuple(n.strip() for n in text.split(",") if n.strip())
+        check_names(names, "PORTATTN_BACKEND")
+        return names, "PORTATTN_BACKEND"
+    return tuple(_by_priority()), ""
+
+
+# ------------------------------------------------------------------ choice
+def probe(name: str, device: torch.device | str) -> tuple[Reason, ...]:
+    """() if a backend works on a device, else why not; asked once per device."""
+    check_names((name,), "probe")
+    with _lock:
+        return _entries[name].probe(_indexed(torch.device(device)))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.index is None and device.type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def covering(name: str, problem: Problem, scores: int = 0) -> tuple[Capability | None, tuple[Reason, ...]]:
+    """The first capability of a backend that covers a problem, or the reasons of the one that comes closest."""
+    nearest: tuple[Reason, ...] = (Reason("layout", "a capability", "none"),)
+    rank = (True, 1 << 30)
+    for capability in _entries[name].manifest.capabilities:
+        reasons = unmet(capability, problem)
+        if not reasons and capability.memory == "quadratic" and scores > QUADRATIC_LIMIT and not config.flag("PORTATTN_ALLOW_QUADRATIC"):
+            reasons = (Reason("memory", f"at most {QUADRATIC_LIMIT} scores", str(scores), "set PORTATTN_ALLOW_QUADRATIC=1"),)
+        if not reasons:
+            return capability, ()
+        this = (any(r.code in ("layout", "device") for r in reasons), len(reasons))
+        if this < rank:
+            nearest, rank = reasons, this
+    return None, nearest
+
+
+def bind(problem: Problem, device: torch.device, backend: str | None = None, scores: int = 0, check: bool = True) -> Bound:
+    """The first backend in order that takes the problem and has shown that it computes it rightly.
+
+    Raises NoBackendError with every backend's reasons if there is none.
+    """
+    names, said = order_of(backend)
+    rejected: dict[str, tuple[Reason, ...]] = {}
+    with _lock:
+        for name in names:
+            entry = _entries[name]
+            reasons = entry.probe(device)
+            if not reasons:
+                capability, reasons = covering(name, problem, scores)
+                if capability is not None:
+                    bound = Bound(problem, name, capability, entry.adapter, rejected)
+                    bad = verdicts.first_use(bound, device, measuring=check and not capturing(device))
+                    if not bad:
+                        if not said:
+                            _warn_below_native(problem, name, rejected)
+                        return bound
+                    reasons = (bad,)
+            rejected[name] = reasons
+        if said:
+            others = {n: _reasons(n, problem, device, scores) for n in _by_priority() if n not in rejected}
+            able = [n for n, reasons in others.items() if not reasons]
+        else:
+            others, able = {}, []
+    raise NoBackendError(_no_backend_text(problem, said, names, {**rejected}, able), problem, rejected)
+
+
+def _reasons(name: str, problem: Problem, device: torch.device, scores: int) -> tuple[Reason, ...]:
+    return _entries[name].probe(device) or covering(name, problem, scores)[1]
+
+
+def choose(problem: Problem, device: torch.device | str | None = None, backend: str | None = None, scores: int = 0) -> Choice:
+    """What would serve a problem and why not each other backend; runs no known-answer check.
+
+    `device` defaults to the problem's; raises NoBackendError as a call would.
+    """
+    device = _indexed(torch.device({"hip": "cuda"}.get(problem.device, problem.device) if device is None else device))
+    bound = bind(problem, device, backend, scores, check=False)
+    return explain_bound(bound, device, (), scores)
+
+
+def explain_bound(bound: Bound, device: torch.device, notes: tuple[str, ...], scores: int = 0) -> Choice:
+    """The Choice that a Bound stands for, with the reasons of all other backends."""
+    rejected = dict(bound.rejected)
+    for name in _by_priority():
+        if name != bound.backend and name not in rejected:
+            reasons = _reasons(name, bound.problem, device, scores)
+            rejected[name] = reasons or (Reason("order", "an earlier place", f"after {bound.backend}", f"backend={name!r}"),)
+    return Choice(bound.problem, bound.backend, bound.capability, notes, rejected)
+
+
+def table(rejected: dict[str, tuple[Reason, ...]]) -> list[str]:
+    """One line a reason, the backends' names aligned."""
+    width = max((len(name) for name in rejected), default=0)
+    return [f"  {name if i == 0 else '':{width}}  {reason}" for name, reasons in rejected.items() for i, reason in enumerate(reasons)]
+
+
+def _no_backend_text(problem: Problem, said: str, names: tuple[str, ...], rejected: dict, able: list[str]) -> str:
+    what = f"backend {names[0]!r} cannot run" if len(names) == 1 and said else "no backend can run"
+    lines = [f"{what} {problem.layout} {'attention' if problem.layout in ('dense', 'varlen', 'paged') else ''}".rstrip()]
+    if said and said != "backend":
+        lines[0] += f" (order {', '.join(names)} set by {said})"
+    lines += [f"  {problem}", *table(rejected)]
+    if able:
+        lines.append(f"  able: {', '.join(able)}    fix: leave the choice to the registry, or name one of these")
+    return "\n".join(lines)
+
+
+def _warn_below_native(problem: Problem, chosen: str, rejected: dict[str, tuple[Reason, ...]]) -> None:
+    away = {"device", "torch_build", "platform"}
+    for name, reasons in rejected.items():
+        if problem.device not in _entries[name].manifest.native or away & {r.code for r in reasons}:
+            continue
+        key = (problem.device, name, chosen, tuple(r.code for r in reasons))
+        if key not in _warned:
+            _warned.add(key)
+            text = "; ".join(map(str, reasons))
+            warnings.warn(f"portattn: {chosen} serves {problem}; {name} would, but {text}. `portattn doctor` says more.",
+                          RuntimeWarning, stacklevel=5)
+
+
+def forget() -> None:
+    """Drops what was found out about devices in this process: probes, choices and verdicts (not those on disk)."""
+    with _lock:
+        for entry in _entries.values():
+            entry.probed.clear()
+        verdicts.forget()
+        facts.__globals__["_facts"].cache_clear()
+        _changed()
+
+
+def self_check(name: str, device: torch.device | str, dtype: str = "float32") -> tuple[float, float]:
+    """Runs a tiny known-answer dense problem on a backend now: (largest error, seconds of the second run).
+
+    Raises NoBackendError if the backend declines it, and whatever the backend raises.
+    """
+    device = _indexed(torch.device(device))
+    return verdicts.measure(bind(verdicts.tiny_problem(device, dtype), device, name, check=False), device)
+
+
+def known_answers() -> list[verdicts.Verdict]:
+    """The known-answer verdicts of this process."""
+    return verdicts.all_verdicts()
+
+
+def adapters() -> Iterator[tuple[str, Any]]:
+    """(name, adapter) of the backends whose adapter was imported already."""
+    return ((name, entry.adapter) for name, entry in _entries.items() if entry.adapter is not None)
+
+
+_discover()

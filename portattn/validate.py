@@ -1,0 +1,627 @@
+"""Arguments to a bound Problem: every fault of a call named at once, before anything runs or is written.
+
+Each function takes the arguments of the public call of its name, and returns a Bound whose `normal` holds the
+normalised numbers and whose `extra`, if set, maps the caller's tensors to those that a backend receives
+(views of one layout; copies where a last stride is not 1). Runs once per shape and options: clarity over speed.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import config, registry
+from .device import facts
+from .errors import ArgumentError, ArgumentTypeError
+from .manifest import DTYPES, KV_DTYPES
+from .problem import Call, Problem, dtype_name, q_len_class
+from .registry import Bound
+
+_FLOATS = tuple(getattr(torch, name) for name in DTYPES)
+_KV_FLOATS = tuple(getattr(torch, name) for name in KV_DTYPES if hasattr(torch, name))
+_INTS = (torch.int32, torch.int64)
+
+
+class Normal(NamedTuple):
+    """The numbers of a call, normalised: see Call."""
+
+    scale: float = 0.0
+    causal: bool = False
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    max_q: int = 0
+    max_k: int = 0
+    lse: bool = False
+    num_splits: int = 0
+    invariant: bool = False
+    swap: bool = False
+    interleaved: bool = False
+    check: bool = False
+    notes: tuple[str, ...] = ()
+    scores: int = 0  # B x Hq x Sq x Sk, an upper bound: what a quadratic kernel would hold
+
+
+class Faults:
+    """Collects what is wrong with a call and raises it all at once."""
+
+    def __init__(self, call: str):
+        self.call, self.lines, self.values = call, [], 0
+
+    def value(self, name: str, wanted: Any, got: Any) -> None:
+        self.lines.append(f"{name}: wanted {wanted}, got {got}")
+        self.values += 1
+
+    def type(self, name: str, wanted: str, got: Any) -> None:
+        self.lines.append(f"{name}: wanted {wanted}, got {type(got).__name__}" + ("" if isinstance(got, Tensor) else f" {got!r}"[:60]))
+
+    def raise_any(self) -> None:
+        if self.lines:
+            kind = ArgumentError if self.values else ArgumentTypeError
+            head = f"{self.call}: " + (f"{len(self.lines)} faults\n  " if len(self.lines) > 1 else "")
+            raise kind(head + "\n  ".join(self.lines))
+
+    # ---- single arguments; each returns whether later checks may use it
+    def tensor(self, name: str, x: Any, ndim: int | tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor | None = None) -> bool:
+        if not isinstance(x, Tensor):
+            self.type(name, "a tensor", x)
+            return False
+        if x.layout is not torch.strided:
+            self.value(name, "a strided tensor", x.layout)
+            return False
+        ok = True
+        ranks = (ndim,) if isinstance(ndim, int) else ndim
+        if x.dim() not in ranks:
+            self.value(name, f"{' or '.join(map(str, ranks))} dimensions", f"shape {tuple(x.shape)}")
+            ok = False
+        if x.dtype not in dtypes:
+            self.value(name, "|".join(map(dtype_name, dtypes)), dtype_name(x.dtype))
+        if like is not None and x.device != like.device:
+            self.value(name, f"device {like.device} as the first tensor's", x.device)
+        return ok
+
+    def shape(self, name: str, x: Tensor, wanted: tuple[int | None, ...], why: str = "") -> None:
+        if x.dim() != len(wanted) or any(w is not None and w != s for w, s in zip(wanted, x.shape)):
+            text = "(" + ", ".join("any" if w is None else str(w) for w in wanted) + ("," if len(wanted) == 1 else "") + ")"
+            self.value(name, f"shape {text}{why and ' ' + why}", tuple(x.shape))
+
+    def number(self, name: str, x: Any, least: float | None = None) -> float:
+        if isinstance(x, Tensor) or not isinstance(x, numbers.Real) or isinstance(x, bool):
+            self.type(name, "a Python number (a tensor would have to be waited for)" if isinstance(x, Tensor) else "a number", x)
+            return 0.0
+        if not math.isfinite(x) or (least is not None and x < least):
+            self.value(name, "a finite number" + ("" if least is None else f" of at least {least:g}"), x)
+        return float(x)
+
+    def integer(self, name: str, x: Any, least: int = 0) -> int:
+        if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+            self.type(name, "a host int", x)
+            return least
+        if x < least:
+            self.value(name, f"an int of at least {least}", x)
+        return int(x)
+
+    def boolean(self, name: str, x: Any) -> bool:
+        if not isinstance(x, bool):
+            self.type(name, "True or False", x)
+        return x is True
+
+    def choice(self, name: str, x: Any, allowed: tuple[str, ...]) -> str:
+        if not isinstance(x, str):
+            self.type(name, "a string", x)
+        elif x not in allowed:
+            self.value(name, "|".join(allowed), repr(x))
+        return x if isinstance(x, str) and x in allowed else allowed[0]
+
+    def window(self, x: Any) -> tuple[int, int]:
+        if x is None:
+            return -1, -1
+        if not isinstance(x, (tuple, list)) or any(isinstance(w, bool) or not isinstance(w, numbers.Integral) for w in x):
+            self.type("window_size", "(left, right) of two ints, or None", x)
+        elif len(x) != 2 or min(x) < -1:
+            self.value("window_size", "two ints of at least -1 (-1: unbounded)", tuple(x))
+        else:
+            return int(x[0]), int(x[1])
+        return -1, -1
+
+    def options(self, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any, return_lse: Any, num_splits: Any, invariant: Any,
+                backend: Any, head_dim: int | None) -> Normal:
+        """The options that every attention call has."""
+        causal = self.boolean("causal", causal)
+        left, right = self.window(window_size)
+        scale = 1 / math.sqrt(head_dim or 1) if softmax_scale is None else self.number("softmax_scale", softmax_scale)
+        self.backend(backend)
+        return Normal(scale, causal, left, 0 if causal else right, self.number("softcap", softcap, 0.0), lse=self.boolean("return_lse", return_lse),
+                      num_splits=self.integer("num_splits", num_splits), invariant=self.boolean("batch_invariant", invariant),
+                      check=config.flag("PORTATTN_CHECK"))
+
+    def backend(self, name: Any) -> None:
+        if name is None:
+            return
+        if not isinstance(name, str):
+            self.type("backend", "a backend's name or None", name)
+        elif name not in registry.manifests():
+            self.value("backend", "|".join(registry.manifests()), repr(name))
+
+    # ---- arguments that several calls share
+    def queries_and_keys(self, q: Any, k: Any, v: Any, ranks: tuple[int, ...], names: tuple[str, str] = ("k", "v")) -> bool:
+        """q, k, v alike in rank, dtype and device; heads that divide; one head_dim. The sequence axes are the callers'."""
+        ok = self.tensor("q", q, ranks, _FLOATS)
+        like = q if isinstance(q, Tensor) else None
+        for name, x in zip(names, (k, v)):
+            ok &= self.tensor(name, x, q.dim() if ok and names[0] == "k" else ranks, _FLOATS if names[0] == "k" else _FLOATS + _KV_FLOATS, like)
+        return ok
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, head_axis: int, names: tuple[str, str] = ("k", "v"), kv_axis: int | None = None) -> None:
+        kv_axis = head_axis if kv_axis is None else kv_axis
+        (hq, d), (hk, dk) = (q.shape[head_axis], q.shape[-1]), (k.shape[kv_axis], k.shape[-1])
+        if d < 1 or v.shape[-1] < 1:
+            self.value("q" if d < 1 else names[1], "a head_dim of at least 1", d if d < 1 else v.shape[-1])
+        if dk != d:
+            self.value(names[0], f"head_dim {d} as q's", dk)
+        if v.shape[kv_axis] != hk:
+            self.value(names[1], f"{hk} heads as {names[0]}'s", v.shape[kv_axis])
+        if (hq % hk if hk else hq):
+            self.value(names[0], f"a number of heads that divides q's {hq}", hk)
+
+    def alibi(self, x: Any, batch: int, heads: int, q: Tensor) -> None:
+        if x is not None and self.tensor("alibi_slopes", x, (1, 2), (torch.float32,), q):
+            self.shape("alibi_slopes", x, (heads,) if x.dim() == 1 else (batch, heads))
+
+    def sinks(self, x: Any, heads: int, q: Tensor) -> None:
+        if x is not None and self.tensor("sinks", x, 1, tuple(dict.fromkeys((torch.float32, q.dtype))), q):
+            self.shape("sinks", x, (heads,), "of q's heads")
+
+    def out(self, x: Any, shape: tuple[int, ...], q: Tensor, inputs: tuple[Any, ...]) -> None:
+        if x is None:
+            return
+        if not self.tensor("out", x, len(shape), tuple(dict.fromkeys((q.dtype, torch.float32))), q):
+            return
+        self.shape("out", x, shape)
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            self.value("out", "a last stride of 1", x.stride())
+        if _overlaps_itself(x):
+            self.value("out", "a tensor whose elements lie apart", f"strides {x.stride()} of shape {tuple(x.shape)}")
+        if torch.is_grad_enabled() and (x.requires_grad or any(isinstance(t, Tensor) and t.requires_grad for t in inputs)):
+            self.value("out", "no input that requires grad together with out= in grad mode", "one that does; use torch.no_grad()")
+
+    def lengths(self, name: str, x: Any, q: Any, length: int | None = None, why: str = "") -> bool:
+        ok = self.tensor(name, x, 1, _INTS, q if isinstance(q, Tensor) else None)
+        if ok and length is not None:
+            self.shape(name, x, (length,), why)
+        return ok
+
+    def scale(self, name: str, x: Any, kv_heads: int, batch: int | None, q: Tensor) -> None:
+        if x is None:
+            return
+        if not isinstance(x, Tensor):
+            self.number(name, x)
+        elif self.tensor(name, x, (0, 1, 2) if batch is not None else (0, 1), (torch.float32,), q) and x.dim():
+            self.shape(name, x, (kv_heads,) if x.dim() == 1 else (batch, kv_heads))
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements share memory, told from sizes and strides (a sufficient test for views of one buffer)."""
+    reach = 0
+    for stride, size in sorted((st, sz) for st, sz in zip(x.stride(), x.shape) if sz > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def overlap(call: Call) -> ArgumentError:
+    pointer = call.out.data_ptr()
+    name = next(n for n, t in (("q", call.q), ("k", call.k), ("v", call.v), ("k", call.k_new), ("v", call.v_new), ("bias", call.bias))
+                if t is not None and t.data_ptr() == pointer)
+    return ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
+
+
+def _loose(x: Tensor | None) -> bool:
+    """Whether the last stride is not 1, so that a copy is needed."""
+    return x is not None and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
+
+
+def _copies(named: dict[str, Tensor | None]) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+    flags = tuple(_loose(x) for x in named.values())
+    return flags, tuple(f"{name} copied: its last stride is not 1" for name, flag in zip(named, flags) if flag)
+
+
+def _tight(flags: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(x.contiguous() if flag else x for flag, x in zip(flags, tensors))
+
+
+def _problem(layout: str, q: Tensor, kv: Tensor, heads: tuple[int, int], dims: tuple[int, int], n: Normal, **flags: Any) -> Problem:
+    where = facts(q.device)
+    return Problem(layout, where.device, where.arch, dtype_name(q.dtype), dtype_name(kv.dtype), *heads, *dims, causal=n.causal,
+                   window=n.left >= 0 or (n.right >= 0 and not n.causal), softcap=n.softcap > 0, lse=n.lse, batch_invariant=n.invariant, **flags)
+
+
+def _needs_grad(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def _bind(problem: Problem, n: Normal, device: torch.device, backend: str | None, check: bool, extra: Callable | None) -> Bound:
+    bound = registry.bind(problem, registry._indexed(device), backend, n.scores, check)
+    bound.normal, bound.extra = n, extra
+    return bound
+
+
+# ------------------------------------------------------------------ dense
+def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse, num_splits,
+          batch_invariant, backend, known_answer=True) -> Bound:
+    f = Faults("attention")
+    swap = f.choice("layout", layout, ("bshd", "bhsd")) == "bhsd"
+    ok = f.queries_and_keys(q, k, v, (4,))
+    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
+    if not ok:
+        f.raise_any()
+    seq, head = (2, 1) if swap else (1, 2)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype and x.dtype in _FLOATS:
+            f.value(name, f"{dtype_name(q.dtype)} as q's", dtype_name(x.dtype))
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != q.shape[0]:
+            f.value(name, f"batch {q.shape[0]} as q's", x.shape[0])
+    if v.shape[seq] != k.shape[seq]:
+        f.value("v", f"seqlen {k.shape[seq]} as k's", v.shape[seq])
+    f.heads(q, k, v, head)
+    batch, sq, hq, sk = q.shape[0], q.shape[seq], q.shape[head], k.shape[seq]
+    f.alibi(alibi_slopes, batch, hq, q)
+    f.sinks(sinks, hq, q)
+    if bias is not None and f.tensor("bias", bias, (0, 1, 2, 3, 4), tuple(dict.fromkeys((torch.float32, q.dtype, torch.bool))), q):
+        full = (batch, hq, sq, sk)
+        if any(s not in (1, w) for s, w in zip(reversed(bias.shape), reversed(full))):
+            f.value("bias", f"a shape broadcastable to (B, Hq, Sq, Sk) = {full}", tuple(bias.shape))
+    shape = (batch, hq, sq, v.shape[-1]) if swap else (batch, sq, hq, v.shape[-1])
+    f.out(out, shape, q, (q, k, v, bias, alibi_slopes, sinks))
+    f.raise_any()
+
+    flags, notes = _copies({"q": q, "k": k, "v": v})
+    n = n._replace(max_q=sq, max_k=sk, swap=swap, notes=notes, scores=batch * hq * sq * sk)
+    full = (batch, hq, sq, sk)
+    extra = None
+    if swap or any(flags) or bias is not None or _loose(sinks) or _loose(alibi_slopes):
+
+        def extra(q, k, v, bias, alibi_slopes, sinks, out):
+            q, k, v = _tight(flags, q, k, v)
+            if swap:
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                out = out if out is None else out.transpose(1, 2)
+            bias = bias if bias is None else bias.expand(full)
+            return q, k, v, bias, *(x if x is None else x.contiguous() for x in (alibi_slopes, sinks)), out
+
+    problem = _problem("dense", q, k, (hq, k.shape[head]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(sq, sk), bias=bias is not None,
+                       sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, bias, alibi_slopes, sinks),
+                       out_dtype=dtype_name((q if out is None else out).dtype))
+    return _bind(problem, n, q.device, backend, known_answer, extra)
+
+
+# ------------------------------------------------------------------ varlen
+def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale, softcap,
+           alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, known_answer=True) -> Bound:
+    f = Faults("attention_varlen")
+    ok = f.queries_and_keys(q, k, v, (3,))
+    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
+    max_q, max_k = f.integer("max_seqlen_q", max_seqlen_q), f.integer("max_seqlen_k", max_seqlen_k)
+    batch = 0
+    if f.lengths("cu_seqlens_q", cu_seqlens_q, q):
+        batch = len(cu_seqlens_q) - 1
+        if batch < 0:
+            f.value("cu_seqlens_q", "at least one entry", "none")
+    f.lengths("cu_seqlens_k", cu_seqlens_k, q, batch + 1, "as cu_seqlens_q")
+    if seqused_k is not None:
+        f.lengths("seqused_k", seqused_k, q, batch, "of the batch")
+    if not ok:
+        f.raise_any()
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype and x.dtype in _FLOATS:
+            f.value(name, f"{dtype_name(q.dtype)} as q's", dtype_name(x.dtype))
+    if v.shape[0] != k.shape[0]:
+        f.value("v", f"{k.shape[0]} rows as k's", v.shape[0])
+    f.heads(q, k, v, 1)
+    f.alibi(alibi_slopes, batch, q.shape[1], q)
+    f.sinks(sinks, q.shape[1], q)
+    f.out(out, (*q.shape[:2], v.shape[-1]), q, (q, k, v, alibi_slopes, sinks))
+    f.raise_any()
+
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+               "alibi_slopes": alibi_slopes, "sinks": sinks}
+    flags, notes = _copies(tensors)
+    n = n._replace(max_q=max_q, max_k=max_k, notes=notes, scores=batch * q.shape[1] * max_q * max_k)
+    extra = (lambda *t: _tight(flags, *t)) if any(flags) else None
+    problem = _problem("varlen", q, k, (q.shape[1], k.shape[1]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(max_q, max_k),
+                       sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, alibi_slopes, sinks),
+                       out_dtype=dtype_name((q if out is None else out).dtype))
+    return _bind(problem, n, q.device, backend, known_answer, extra)
+
+
+# ------------------------------------------------------------------ paged
+def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved, kv_layout,
+          k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant,
+          backend, known_answer=True) -> Bound:
+    f = Faults("attention_paged")
+    hnd = f.choice("kv_layout", kv_layout, ("NHD", "HND")) == "HND"
+    ragged = cu_seqlens_q is not None
+    ok = f.tensor("q", q, 3 if ragged else 4, _FLOATS)
+    if not ok and isinstance(q, Tensor) and q.dim() == 3:
+        f.value("cu_seqlens_q", "the prefix sums of a ragged q (Tq, Hq, D)", None)
+    caches = _caches(f, q, k_cache, v_cache)
+    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
+    n = n._replace(interleaved=f.boolean("rotary_interleaved", rotary_interleaved))
+    batch = None
+    if ragged:
+        if f.lengths("cu_seqlens_q", cu_seqlens_q, q):
+            batch = len(cu_seqlens_q) - 1
+            if batch < 0:
+                f.value("cu_seqlens_q", "at least one entry", "none")
+    elif ok:
+        batch = q.shape[0]
+    if f.tensor("block_table", block_table, 2, _INTS, q if ok else None) and batch is not None:
+        f.shape("block_table", block_table, (batch, None), "of the batch")
+    f.lengths("kv_lens", kv_lens, q, batch, "of the batch")
+    if max_seqlen_q is not None:
+        f.integer("max_seqlen_q", max_seqlen_q)
+    if not (ok and caches) or batch is None:
+        f.raise_any()
+    kv_axis = 1 if hnd else 2
+    f.heads(q, k_cache, v_cache, q.dim() - 2, ("k_cache", "v_cache"), kv_axis)
+    hq, hkv, d, dv = q.shape[-2], k_cache.shape[kv_axis], q.shape[-1], v_cache.shape[-1]
+    page = _page_size(f, k_cache, v_cache, hnd)
+    max_q = q.shape[0] if ragged else q.shape[1]
+    if max_seqlen_q is not None:
+        if not ragged and isinstance(max_seqlen_q, int) and max_seqlen_q < max_q:
+            f.value("max_seqlen_q", f"at least q's length {max_q}", max_seqlen_q)
+        elif ragged and isinstance(max_seqlen_q, int):
+            max_q = max_seqlen_q
+    _new_tokens(f, q, k, v, hkv, dv, k_cache, v_cache)
+    _rotary(f, q, rotary_cos, rotary_sin)
+    f.alibi(alibi_slopes, batch, hq, q)
+    f.sinks(sinks, hq, q)
+    f.scale("k_scale", k_scale, hkv, batch, q)
+    f.scale("v_scale", v_scale, hkv, batch, q)
+    f.out(out, (*q.shape[:-1], dv), q, (q, k_cache, v_cache, k, v, alibi_slopes, sinks))
+    f.raise_any()
+
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q,
+               "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    flags, notes = _copies(tensors)
+    if k is not None and (flags[1] or flags[2]):
+        f.value("k_cache" if flags[1] else "v_cache", "a last stride of 1, to append to", (k_cache if flags[1] else v_cache).stride())
+        f.raise_any()
+    max_k = block_table.shape[1] * page
+    n = n._replace(max_q=max_q, max_k=max_k, notes=notes, scores=batch * hq * max_q * max_k)
+    extra = None
+    if hnd or any(flags):
+
+        def extra(*tensors):
+            tensors = _tight(flags, *tensors)
+            return (tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2), *tensors[3:]) if hnd else tensors
+
+    problem = _problem("paged", q, k_cache, (hq, hkv), (d, dv), n, page_size=page, q_len=q_len_class(max_q, None),
+                       sinks=sinks is not None, alibi=alibi_slopes is not None, rotary=rotary_cos is not None, append=k is not None,
+                       kv_scale=k_scale is not None or v_scale is not None,
+                       grad=_needs_grad(q, k_cache, v_cache, k, v, alibi_slopes, sinks, k_scale, v_scale, rotary_cos, rotary_sin),
+                       out_dtype=dtype_name((q if out is None else out).dtype))
+    return _bind(problem, n, q.device, backend, known_answer, extra)
+
+
+def _caches(f: Faults, like: Any, k_cache: Any, v_cache: Any) -> bool:
+    first = like if isinstance(like, Tensor) else None
+    ok = True
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        ok &= f.tensor(name, x, 4, _FLOATS + _KV_FLOATS, first)
+    if not ok:
+        return False
+    if v_cache.dtype != k_cache.dtype:
+        f.value("v_cache", f"{dtype_name(k_cache.dtype)} as k_cache's", dtype_name(v_cache.dtype))
+    if first is not None and k_cache.dtype in _FLOATS and k_cache.dtype != first.dtype:
+        f.value("k_cache", f"{dtype_name(first.dtype)} or an 8-bit float", dtype_name(k_cache.dtype))
+    return True
+
+
+def _page_size(f: Faults, k_cache: Tensor, v_cache: Tensor, hnd: bool) -> int:
+    axis = 2 if hnd else 1
+    if v_cache.shape[0] != k_cache.shape[0] or v_cache.shape[axis] != k_cache.shape[axis]:
+        f.value("v_cache", f"{k_cache.shape[0]} pages of {k_cache.shape[axis]} tokens as k_cache", tuple(v_cache.shape))
+    if k_cache.shape[axis] < 1:
+        f.value("k_cache", "a page size of at least 1", k_cache.shape[axis])
+    return k_cache.shape[axis]
+
+
+def _new_tokens(f: Faults, q: Tensor, k: Any, v: Any, hkv: int, dv: int, k_cache: Tensor, v_cache: Tensor) -> None:
+    if (k is None) != (v is None):
+        f.value("v" if v is None else "k", "k and v together", "one of them")
+        return
+    if k is None:
+        return
+    for name, x, dim in (("k", k, q.shape[-1]), ("v", v, dv)):
+        if f.tensor(name, x, q.dim(), (q.dtype,), q):
+            f.shape(name, x, (*q.shape[:-2], hkv, dim), "(as q, with the cache's heads)")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if _overlaps_itself(x):
+            f.value(name, "slots that lie apart, to append to", f"strides {x.stride()}")
+
+
+def _rotary(f: Faults, q: Tensor, cos: Any, sin: Any) -> None:
+    if (cos is None) != (sin is None):
+        f.value("rotary_sin" if sin is None else "rotary_cos", "cos and sin together", "one of them")
+        return
+    if cos is None:
+        return
+    dtypes = tuple(dict.fromkeys((torch.float32, q.dtype)))
+    ok = f.tensor("rotary_cos", cos, 2, dtypes, q) & f.tensor("rotary_sin", sin, 2, dtypes, q)
+    if not ok:
+        return
+    if sin.shape != cos.shape:
+        f.value("rotary_sin", f"shape {tuple(cos.shape)} as rotary_cos", tuple(sin.shape))
+    if sin.dtype != cos.dtype:
+        f.value("rotary_sin", f"{dtype_name(cos.dtype)} as rotary_cos", dtype_name(sin.dtype))
+    if 2 * cos.shape[1] > q.shape[-1]:
+        f.value("rotary_cos", f"(max position, rotary_dim / 2) with rotary_dim at most head_dim {q.shape[-1]}", tuple(cos.shape))
+
+
+# ------------------------------------------------------------------ cache and merge
+def cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale, backend, known_answer=True) -> Bound:
+    f = Faults("cache_append")
+    hnd = f.choice("kv_layout", kv_layout, ("NHD", "HND")) == "HND"
+    ok = f.tensor("k", k, 3, _FLOATS)
+    ok &= f.tensor("v", v, 3, (k.dtype,) if ok else _FLOATS, k if ok else None)
+    caches = _caches(f, k, k_cache, v_cache)
+    f.backend(backend)
+    f.lengths("slot_mapping", slot_mapping, k, k.shape[0] if ok else None, "of k's tokens")
+    if not (ok and caches):
+        f.raise_any()
+    hkv = k_cache.shape[1 if hnd else 2]
+    page = _page_size(f, k_cache, v_cache, hnd)
+    f.shape("k", k, (None, hkv, k_cache.shape[-1]), "(tokens, and the cache's heads and head_dim)")
+    f.shape("v", v, (k.shape[0], hkv, v_cache.shape[-1]), "(as k, with v_cache's head_dim)")
+    if v_cache.shape[1 if hnd else 2] != hkv:
+        f.value("v_cache", f"{hkv} heads as k_cache's", v_cache.shape[1 if hnd else 2])
+    f.scale("k_scale", k_scale, hkv, None, k)
+    f.scale("v_scale", v_scale, hkv, None, k)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if _loose(x):
+            f.value(name, "a last stride of 1", x.stride())
+        if _overlaps_itself(x):
+            f.value(name, "slots that lie apart", f"strides {x.stride()}")
+    f.raise_any()
+    flags, notes = _copies({"k": k, "v": v, "k_cache": None, "v_cache": None, "slot_mapping": slot_mapping})
+    extra = None
+    if hnd or any(flags):
+
+        def extra(*tensors):
+            k, v, k_cache, v_cache, slots = _tight(flags, *tensors)
+            return (k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots) if hnd else (k, v, k_cache, v_cache, slots)
+
+    n = Normal(check=config.flag("PORTATTN_CHECK"), notes=notes)
+    problem = _problem("cache_append", k, k_cache, (hkv, hkv), (k.shape[-1], v.shape[-1]), n, page_size=page,
+                       kv_scale=k_scale is not None or v_scale is not None, grad=_needs_grad(k, v))
+    return _bind(problem, n, k.device, backend, known_answer, extra)
+
+
+def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) -> tuple[Bound, Tensor, Tensor, Tensor | None]:
+    """(binding, outs and lses stacked, sinks)."""
+    f = Faults("merge_states")
+    f.backend(backend)
+    stacked = []
+    for name, x in (("outs", outs), ("lses", lses)):
+        if isinstance(x, Tensor):
+            if x.dim() < 1 or len(x) == 0:
+                f.value(name, "at least one state", f"shape {tuple(x.shape)}")
+            stacked.append(x)
+            continue
+        items = list(x) if isinstance(x, (list, tuple)) else None
+        if items is None or not all(isinstance(t, Tensor) for t in items):
+            f.type(name, "a sequence of tensors, or one tensor with a leading axis", x)
+        elif not items:
+            f.value(name, "at least one state", "none")
+        elif any((t.shape, t.dtype, t.device) != (items[0].shape, items[0].dtype, items[0].device) for t in items):
+            f.value(name, "tensors of one shape, dtype and device", [f"{tuple(t.shape)} {dtype_name(t.dtype)} {t.device}" for t in items])
+        else:
+            stacked.append(torch.stack(items))
+    f.raise_any()
+    outs, lses = stacked
+    key = ("merge", outs.shape, outs.stride(), outs.dtype, outs.device, lses.shape, lses.stride(), lses.dtype, lses.device,
+           None if sinks is None else (getattr(sinks, "shape", None), getattr(sinks, "dtype", None), getattr(sinks, "device", None)),
+           _needs_grad(outs, lses, sinks), backend, registry.current_order(), config.call_state())
+    bound = memo.get(key)
+    if bound is None:
+        if outs.dim() < 3:
+            f.value("outs", "(states, ..., heads, head_dim_v)", f"shape {tuple(outs.shape)}")
+        f.tensor("outs", outs, outs.dim(), _FLOATS)
+        if f.tensor("lses", lses, lses.dim(), (torch.float32,), outs) and lses.shape != outs.shape[:-1]:
+            f.value("lses", f"shape {tuple(outs.shape[:-1])}: outs' without the last axis", tuple(lses.shape))
+        if outs.dim() >= 3:
+            f.sinks(sinks, outs.shape[-2], outs)
+        f.raise_any()
+        n = Normal()
+        problem = _problem("merge_states", outs, outs, (outs.shape[-2],) * 2, (outs.shape[-1],) * 2, n, sinks=sinks is not None,
+                           grad=_needs_grad(outs, lses, sinks))
+        bound = _bind(problem, n, outs.device, backend, known_answer, None)
+        remember(key, bound, outs.device)
+    return bound, outs, lses, sinks
+
+
+# ------------------------------------------------------------------ values on the device: PORTATTN_CHECK=1
+def values(call: Call) -> None:
+    """Checks lengths, tables and positions on the device; waits for it. Names the sequence and the entry."""
+    f = Faults("attention_paged" if call.block_table is not None else "attention_varlen")
+    q_lens = _prefix_sums(f, "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], "max_seqlen_q", call.max_seqlen_q)
+    if call.block_table is None:
+        k_lens = _prefix_sums(f, "cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0], "max_seqlen_k", call.max_seqlen_k)
+        for b, used in enumerate(call.seqused_k.tolist() if call.seqused_k is not None else ()):
+            if not 0 <= used <= k_lens[b]:
+                f.value(f"seqused_k[{b}]", f"0..{k_lens[b]}, the sequence's span", used)
+        f.raise_any()
+        return
+    if call.cu_seqlens_q is None:
+        q_lens = [call.q.shape[1]] * call.q.shape[0]
+    pages, page = call.k.shape[:2]
+    table, lens = call.block_table.tolist(), call.kv_lens.tolist()
+    for b, length in enumerate(lens):
+        if length > call.max_seqlen_k:
+            f.value(f"kv_lens[{b}]", f"at most {call.max_seqlen_k}, the table's {len(table[b])} pages of {page}", length)
+        for j, entry in enumerate(table[b][: -(-max(length, 0) // page)]):
+            if not 0 <= entry < pages:
+                f.value(f"block_table[{b}, {j}]", f"a page of 0..{pages - 1} (sequence {b} has {length} keys)", entry)
+        if call.rotary_cos is not None and q_lens[b]:
+            length = max(length, 0)
+            if length < q_lens[b]:
+                f.value(f"kv_lens[{b}]", f"at least the {q_lens[b]} query tokens, which turn by their positions", length)
+            if length > call.rotary_cos.shape[0]:
+                f.value(f"kv_lens[{b}]", f"at most the {call.rotary_cos.shape[0]} positions of rotary_cos", length)
+    f.raise_any()
+
+
+def _prefix_sums(f: Faults, name: str, cu: Tensor | None, rows: int, bound_name: str, bound: int) -> list[int]:
+    if cu is None:
+        return []
+    ends = cu.tolist()
+    if ends[0] != 0:
+        f.value(f"{name}[0]", "0", ends[0])
+    lens = [b - a for a, b in zip(ends, ends[1:])]
+    for b, n in enumerate(lens):
+        if n < 0:
+            f.value(f"{name}[{b + 1}]", f"at least {ends[b]}, the entry before it (sequence {b})", ends[b + 1])
+        elif n > bound:
+            f.value(bound_name, f"at least {n}, the length of sequence {b}", bound)
+    if ends[-1] > rows:
+        f.value(f"{name}[{len(lens)}]", f"at most {rows} rows", ends[-1])
+    return lens
+
+
+def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
+    """Checks that every slot lies in the cache; waits for the device."""
+    f = Faults("cache_append")
+    total = k_cache.shape[0] * k_cache.shape[1]
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot >= total:
+            f.value(f"slot_mapping[{t}]", f"a slot below {total}", slot)
+    f.raise_any()
+
+
+# ------------------------------------------------------------------ explain
+def example_call(bound: Bound, arguments: dict[str, Any]) -> Call:
+    """The Call that a backend would receive for these arguments."""
+    n, a = bound.normal, arguments
+    common = dict(softmax_scale=n.scale, causal=n.causal, window_left=n.left, window_right=n.right, softcap=n.softcap, max_seqlen_q=n.max_q,
+                  max_seqlen_k=n.max_k, out=a["out"], return_lse=n.lse, num_splits=n.num_splits, batch_invariant=n.invariant)
+    layout = bound.problem.layout
+    if layout == "dense":
+        names = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "out")
+        given = [a[name] for name in names]
+        return Call(**dict(common, **dict(zip(names, bound.extra(*given) if bound.extra else given))))
+    if layout == "varlen":
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")
+        given = [a[name] for name in names]
+        return Call(**common, **dict(zip(names, bound.extra(*given) if bound.extra else given)))
+    names = ("q", "k_cache", "v_cache", "block_table", "kv_lens", "cu_seqlens_q", "k", "v", "rotary_cos", "rotary_sin", "alibi_slopes", "sinks")
+    fields = ("q", "k", "v", "block_table", "kv_lens", "cu_seqlens_q", "k_new", "v_new", "rotary_cos", "rotary_sin", "alibi_slopes", "sinks")
+    given = [a[name] for name in names]
+    return Call(**common, rotary_interleaved=n.interleaved, k_scale=a["k_scale"], v_scale=a["v_scale"],
+                **dict(zip(fields, bound.extra(*given) if bound.extra else given)))
