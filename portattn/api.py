@@ -23,6 +23,7 @@ _grad_mode = torch.is_grad_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
 _order = registry.current_order
 _state = config.call_state
+_make = tuple.__new__  # half the cost of Call(...), which goes through a Python function
 _PLAIN = (Tensor, Parameter)  # other subclasses (fake, functional, wrapper tensors) go through the custom ops
 
 _memo: dict[tuple, Bound] = {}
@@ -44,18 +45,19 @@ def _remember(key: tuple | None, bound: Bound, device: torch.device) -> None:
     _memo[key] = bound
 
 
-def _run(bound: Bound, call: Call) -> Any:
-    """Runs a bound call with what must not leak in: autocast, and an `out` that shares memory with an input."""
-    out = call.out
-    if out is not None and (pointer := out.data_ptr()):
-        if pointer == call.q.data_ptr() or pointer == call.k.data_ptr() or pointer == call.v.data_ptr() or (
-            call.k_new is not None and (pointer == call.k_new.data_ptr() or pointer == call.v_new.data_ptr())
-        ) or (call.bias is not None and pointer == call.bias.data_ptr()):
-            raise validate.overlap(call)
-    if _any_autocast():
-        with torch.autocast(call.q.device.type, enabled=False):
-            return bound.run(call, bound)
-    return bound.run(call, bound)
+def _check_overlap(call: Call) -> None:
+    """An `out` at the address of an input is refused; addresses are no part of a key."""
+    pointer = call.out.data_ptr()
+    if pointer and (pointer == call.q.data_ptr() or pointer == call.k.data_ptr() or pointer == call.v.data_ptr() or (
+        call.k_new is not None and (pointer == call.k_new.data_ptr() or pointer == call.v_new.data_ptr())
+    ) or (call.bias is not None and pointer == call.bias.data_ptr())):
+        raise validate.overlap(call)
+
+
+def _run_without_autocast(bound: Bound, call: Call) -> Any:
+    """Autocast would turn a float32 product into a 16-bit one inside a backend."""
+    with torch.autocast(call.q.device.type, enabled=False):
+        return bound.run(call, bound)
 
 
 # ------------------------------------------------------------------ dense
@@ -127,7 +129,7 @@ def attention(
         if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
             extra = (_meta(bias), _meta(alibi_slopes), _meta(sinks), _meta(out))
         key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
             _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
             causal, window_size, softmax_scale, softcap, layout, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
         )
@@ -145,8 +147,11 @@ def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, 
     n, given = bound.normal, out
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
-    got = _run(bound, Call(q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, max_seqlen_q=n.max_q,
-                           max_seqlen_k=n.max_k, out=out, return_lse=n.lse, num_splits=n.num_splits, batch_invariant=n.invariant))
+    call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None, n.max_q, n.max_k,
+                        None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits, n.invariant))
+    if given is not None:
+        _check_overlap(call)
+    got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
     if given is not None:
         return (given, got[1]) if n.lse else given
     if n.swap:
@@ -210,9 +215,9 @@ def attention_varlen(
         if seqused_k is not None or alibi_slopes is not None or sinks is not None or out is not None:
             extra = (_meta(seqused_k), _meta(alibi_slopes), _meta(sinks), _meta(out))
         key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
-            cu_seqlens_q.shape, cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
-            cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q, max_seqlen_k,
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
+            cu_seqlens_q.shape, cu_seqlens_q.is_contiguous() or cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
+            cu_seqlens_k.shape, cu_seqlens_k.is_contiguous() or cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q, max_seqlen_k,
             _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
             causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
         )
@@ -231,11 +236,14 @@ def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
-    call = Call(q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k,
-                n.max_q, n.max_k, out=out, return_lse=n.lse, num_splits=n.num_splits, batch_invariant=n.invariant)
+    call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
+                        seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
+                        n.invariant))
+    if given is not None:
+        _check_overlap(call)
     if n.check:
         validate.values(call)
-    got = _run(bound, call)
+    got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
     if given is not None:
         return (given, got[1]) if n.lse else given
     return got
@@ -321,10 +329,10 @@ def attention_paged(
             extra = (extra, _meta(k), _meta(v), _meta(rotary_cos), _meta(rotary_sin), _meta(k_scale), _meta(v_scale), _meta(alibi_slopes),
                      _meta(sinks))
         key = (
-            q.shape, q.stride(), q.dtype, q.device, k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device,
-            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device,
-            block_table.shape, block_table.stride(), block_table.dtype, block_table.device,
-            kv_lens.shape, kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k_cache.shape, k_cache.is_contiguous() or k_cache.stride(), k_cache.dtype, k_cache.device,
+            v_cache.shape, v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device,
+            block_table.shape, block_table.is_contiguous() or block_table.stride(), block_table.dtype, block_table.device,
+            kv_lens.shape, kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
             _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved, kv_layout,
             causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
         )
@@ -346,12 +354,14 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
     if bound.extra is not None:
         q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks = bound.extra(
             q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
-    call = Call(q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, None, None,
-                n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin, n.interleaved, k_scale, v_scale, out, n.lse,
-                n.num_splits, n.invariant)
+    call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, None,
+                        None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin, n.interleaved, k_scale, v_scale, out,
+                        n.lse, n.num_splits, n.invariant))
+    if given is not None:
+        _check_overlap(call)
     if n.check:
         validate.values(call)
-    got = _run(bound, call)
+    got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
     if given is not None:
         return (given, got[1]) if n.lse else given
     return got
@@ -391,9 +401,9 @@ def cache_append(
     key = None
     try:
         key = (
-            "append", k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device, k_cache.shape, k_cache.stride(),
-            k_cache.dtype, k_cache.device, v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
-            slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device, _grad_mode() and (k.requires_grad, v.requires_grad),
+            "append", k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device, k_cache.shape, k_cache.stride(),
+            k_cache.dtype, k_cache.device, v_cache.shape, v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
+            slot_mapping.is_contiguous() or slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device, _grad_mode() and (k.requires_grad, v.requires_grad),
             kv_layout, _meta(k_scale), _meta(v_scale), backend, _order(), _state(),
         )
         bound = _memo.get(key)

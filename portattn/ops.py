@@ -7,7 +7,8 @@ An op's outputs may not alias its inputs, so `out=` and an append have ops of th
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
@@ -38,7 +39,11 @@ def _eager(call: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if (tokens := given.get("max_seqlen_q")) is not None:
         given["max_seqlen_q"] = int(tokens)
     got = call(**given)
-    return got if given["return_lse"] else (got, given["q"].new_empty(0, dtype=torch.float32))
+    out, lse = got if given["return_lse"] else (got, given["q"].new_empty(0, dtype=torch.float32))
+    # A backend may return other strides than the fake ones; compiled code relies on those.
+    swap = given.get("layout") == "bhsd"
+    out = out if given.get("out") is not None else out.transpose(1, 2).contiguous().transpose(1, 2) if swap else out.contiguous()
+    return out, lse.contiguous()
 
 
 def _fake(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -76,6 +81,15 @@ _DIFFERENTIABLE = {api.attention: ("q", "k", "v", "bias", "alibi_slopes", "sinks
                    api.attention_varlen: ("q", "k", "v", "alibi_slopes", "sinks")}
 
 
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside an op: the dispatcher calls an op's body below autograd, with its keys excluded."""
+    c = torch._C
+    autograd = c.DispatchKeySet(c.DispatchKey.AutogradFunctionality) | c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
+    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set() - autograd), torch.enable_grad():
+        yield
+
+
 def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str]) -> None:
     """Backward recomputes the forward by a backend that has gradients: the forward may have run on one that has not."""
     wanted = _DIFFERENTIABLE[call]
@@ -87,10 +101,10 @@ def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str])
             if need:
                 given[n] = given[n].detach().requires_grad_()
                 leaves.append(given[n])
-        with torch.enable_grad():
+        with _autograd():
             out, lse = _eager(call, given)
-        outputs = [(out, grad_out)] + ([(lse, grad_lse)] if given["return_lse"] else [])
-        grads = torch.autograd.grad([o for o, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
+            outputs = [(out, grad_out)] + ([(lse, grad_lse)] if given["return_lse"] else [])
+            grads = torch.autograd.grad([o for o, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous() for x, g in zip(leaves, grads)]
 
     def fake(grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
