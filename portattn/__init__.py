@@ -8,11 +8,12 @@ Importing it creates no device context, imports no triton and starts no thread.
 """
 
 from .api import Plan, attention, attention_paged, attention_varlen, cache_append, explain, merge_states, plan
+from .capability import Reason
 from .errors import ArgumentError, ArgumentTypeError, KernelError, NoBackendError, PortattnError
 from .registry import Choice, Status, backends, use
 from .version import __version__
 
 __all__ = [
-    "ArgumentError", "ArgumentTypeError", "Choice", "KernelError", "NoBackendError", "Plan", "PortattnError", "Status", "__version__",
+    "ArgumentError", "ArgumentTypeError", "Choice", "KernelError", "NoBackendError", "Plan", "PortattnError", "Reason", "Status", "__version__",
     "attention", "attention_paged", "attention_varlen", "backends", "cache_append", "explain", "merge_states", "plan", "use",
 ]

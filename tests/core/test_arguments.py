@@ -1,0 +1,217 @@
+"""C-ERR: every fault of a call named at once, before dispatch, with nothing written; the same whatever the backend."""
+
+import pytest
+import torch
+from toys import toy
+
+import portattn
+from portattn import ArgumentError, ArgumentTypeError, NoBackendError
+
+SCALES = torch.ones(2)
+
+
+def dense(**changed):
+    kw = dict(q=torch.randn(2, 5, 4, 8), k=torch.randn(2, 9, 2, 8), v=torch.randn(2, 9, 2, 8)) | changed
+    return portattn.attention(kw.pop("q"), kw.pop("k"), kw.pop("v"), **kw)
+
+
+def varlen(**changed):
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    kw = dict(q=torch.randn(7, 4, 8), k=torch.randn(7, 2, 8), v=torch.randn(7, 2, 8), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4,
+              max_seqlen_k=4) | changed
+    return portattn.attention_varlen(**kw)
+
+
+def paged(**changed):
+    kw = dict(q=torch.randn(2, 1, 4, 8), k_cache=torch.randn(6, 4, 2, 8), v_cache=torch.randn(6, 4, 2, 8),
+              block_table=torch.arange(6, dtype=torch.int32).view(2, 3), kv_lens=torch.tensor([5, 12], dtype=torch.int32)) | changed
+    return portattn.attention_paged(**kw)
+
+
+def append(**changed):
+    kw = dict(k=torch.randn(3, 2, 8), v=torch.randn(3, 2, 8), k_cache=torch.zeros(2, 4, 2, 8), v_cache=torch.zeros(2, 4, 2, 8),
+              slot_mapping=torch.tensor([1, -1, 7])) | changed
+    return portattn.cache_append(**kw)
+
+
+FAULTS = [
+    # call, changed argument(s), the argument that the text must name, its kind
+    (dense, dict(q=torch.randn(5, 4, 8)), "q", ArgumentError),
+    (dense, dict(q=torch.randn(2, 5, 4, 8).double()), "q", ArgumentError),
+    (dense, dict(q=[[1.0]]), "q", ArgumentTypeError),
+    (dense, dict(k=torch.randn(2, 9, 3, 8)), "k", ArgumentError),
+    (dense, dict(k=torch.randn(3, 9, 2, 8)), "k", ArgumentError),
+    (dense, dict(k=torch.randn(2, 9, 2, 16)), "k", ArgumentError),
+    (dense, dict(k=torch.randn(2, 9, 2, 8).bfloat16()), "k", ArgumentError),
+    (dense, dict(k=torch.randn(2, 9, 2, 8, device="meta")), "k", ArgumentError),
+    (dense, dict(v=torch.randn(2, 8, 2, 8)), "v", ArgumentError),
+    (dense, dict(v=torch.randn(2, 9, 1, 8)), "v", ArgumentError),
+    (dense, dict(causal=1), "causal", ArgumentTypeError),
+    (dense, dict(window_size=(-2, 0)), "window_size", ArgumentError),
+    (dense, dict(window_size=(1, 2, 3)), "window_size", ArgumentError),
+    (dense, dict(window_size=3), "window_size", ArgumentTypeError),
+    (dense, dict(window_size=(1.5, 0)), "window_size", ArgumentTypeError),
+    (dense, dict(softmax_scale=float("nan")), "softmax_scale", ArgumentError),
+    (dense, dict(softmax_scale=float("inf")), "softmax_scale", ArgumentError),
+    (dense, dict(softmax_scale=torch.tensor(1.0)), "softmax_scale", ArgumentTypeError),
+    (dense, dict(softcap=-1.0), "softcap", ArgumentError),
+    (dense, dict(softcap=torch.tensor(1.0)), "softcap", ArgumentTypeError),
+    (dense, dict(bias=torch.randn(3, 9)), "bias", ArgumentError),
+    (dense, dict(bias=torch.randn(5, 9).half()), "bias", ArgumentError),
+    (dense, dict(bias=torch.randn(1, 2, 4, 5, 9)), "bias", ArgumentError),
+    (dense, dict(alibi_slopes=torch.ones(3)), "alibi_slopes", ArgumentError),
+    (dense, dict(alibi_slopes=torch.ones(4).half()), "alibi_slopes", ArgumentError),
+    (dense, dict(alibi_slopes=torch.ones(3, 4)), "alibi_slopes", ArgumentError),
+    (dense, dict(sinks=torch.ones(2)), "sinks", ArgumentError),
+    (dense, dict(sinks=torch.ones(4).double()), "sinks", ArgumentError),
+    (dense, dict(layout="bnsd"), "layout", ArgumentError),
+    (dense, dict(out=torch.empty(2, 5, 4, 16)), "out", ArgumentError),
+    (dense, dict(out=torch.empty(2, 5, 4, 8).half()), "out", ArgumentError),
+    (dense, dict(out=torch.empty(2, 5, 8, 4).transpose(2, 3)), "out", ArgumentError),
+    (dense, dict(out=torch.empty(1, 5, 4, 8).expand(2, 5, 4, 8)), "out", ArgumentError),
+    (dense, dict(q=torch.randn(2, 5, 4, 8, requires_grad=True), out=torch.empty(2, 5, 4, 8)), "out", ArgumentError),
+    (dense, dict(num_splits=-1), "num_splits", ArgumentError),
+    (dense, dict(num_splits=1.0), "num_splits", ArgumentTypeError),
+    (dense, dict(batch_invariant=None), "batch_invariant", ArgumentTypeError),
+    (dense, dict(return_lse=1), "return_lse", ArgumentTypeError),
+    (dense, dict(backend="nothing"), "backend", ArgumentError),
+    (dense, dict(backend=3), "backend", ArgumentTypeError),
+    (varlen, dict(cu_seqlens_q=torch.tensor([0.0, 3, 7])), "cu_seqlens_q", ArgumentError),
+    (varlen, dict(cu_seqlens_q=torch.tensor([], dtype=torch.int32)), "cu_seqlens_q", ArgumentError),
+    (varlen, dict(cu_seqlens_k=torch.tensor([0, 7])), "cu_seqlens_k", ArgumentError),
+    (varlen, dict(cu_seqlens_k=[0, 3, 7]), "cu_seqlens_k", ArgumentTypeError),
+    (varlen, dict(max_seqlen_q=torch.tensor(4)), "max_seqlen_q", ArgumentTypeError),
+    (varlen, dict(max_seqlen_k=-1), "max_seqlen_k", ArgumentError),
+    (varlen, dict(seqused_k=torch.tensor([3])), "seqused_k", ArgumentError),
+    (varlen, dict(v=torch.randn(6, 2, 8)), "v", ArgumentError),
+    (varlen, dict(q=torch.randn(1, 7, 4, 8)), "q", ArgumentError),
+    (paged, dict(q=torch.randn(2, 4, 8)), "cu_seqlens_q", ArgumentError),
+    (paged, dict(block_table=torch.zeros(3, 3, dtype=torch.int32)), "block_table", ArgumentError),
+    (paged, dict(block_table=torch.zeros(6, dtype=torch.int32)), "block_table", ArgumentError),
+    (paged, dict(block_table=torch.zeros(2, 3)), "block_table", ArgumentError),
+    (paged, dict(kv_lens=torch.tensor([5])), "kv_lens", ArgumentError),
+    (paged, dict(kv_lens=torch.tensor([5, 12], dtype=torch.int16)), "kv_lens", ArgumentError),
+    (paged, dict(k_cache=torch.randn(6, 4, 2, 8).half()), "k_cache", ArgumentError),
+    (paged, dict(v_cache=torch.randn(5, 4, 2, 8)), "v_cache", ArgumentError),
+    (paged, dict(v_cache=torch.randn(6, 4, 2, 8).to(torch.float8_e4m3fn)), "v_cache", ArgumentError),
+    (paged, dict(kv_layout="HDN"), "kv_layout", ArgumentError),
+    (paged, dict(k=torch.randn(2, 1, 2, 8)), "v", ArgumentError),
+    (paged, dict(k=torch.randn(2, 1, 4, 8), v=torch.randn(2, 1, 2, 8)), "k", ArgumentError),
+    (paged, dict(rotary_cos=torch.ones(16, 4)), "rotary_sin", ArgumentError),
+    (paged, dict(rotary_cos=torch.ones(16, 8), rotary_sin=torch.ones(16, 8)), "rotary_cos", ArgumentError),
+    (paged, dict(rotary_cos=torch.ones(16, 4), rotary_sin=torch.ones(15, 4)), "rotary_sin", ArgumentError),
+    (paged, dict(k_scale=torch.ones(3)), "k_scale", ArgumentError),
+    (paged, dict(k_scale=torch.ones(2).double()), "k_scale", ArgumentError),
+    (paged, dict(v_scale=float("nan")), "v_scale", ArgumentError),
+    (paged, dict(v_scale="one"), "v_scale", ArgumentTypeError),
+    (append, dict(slot_mapping=torch.tensor([1, 2])), "slot_mapping", ArgumentError),
+    (append, dict(slot_mapping=torch.tensor([1.0, 2, 3])), "slot_mapping", ArgumentError),
+    (append, dict(k=torch.randn(3, 1, 8)), "k", ArgumentError),
+    (append, dict(v=torch.randn(2, 2, 8)), "v", ArgumentError),
+    (append, dict(k_cache=torch.zeros(2, 1, 2, 8).expand(2, 4, 2, 8)), "k_cache", ArgumentError),
+    (append, dict(k_scale=torch.ones(3, 2)), "k_scale", ArgumentError),
+]
+
+
+@pytest.mark.parametrize("call, changed, name, kind", FAULTS, ids=[f"{c.__name__}-{'-'.join(ch)}-{i}" for i, (c, ch, _, _) in enumerate(FAULTS)])
+def test_a_fault_names_the_argument(call, changed, name, kind):
+    with pytest.raises(kind) as caught:
+        call(**changed)
+    assert f"{name}: wanted " in str(caught.value) and ", got " in str(caught.value)
+    assert isinstance(caught.value, (ValueError, TypeError)) and isinstance(caught.value, portattn.PortattnError)
+
+
+@pytest.mark.parametrize("call", [dense, varlen, paged, append])
+def test_what_the_faults_change_is_legal_otherwise(call):
+    call()
+
+
+def test_all_faults_are_named_at_once():
+    with pytest.raises(ArgumentError) as caught:
+        dense(k=torch.randn(2, 9, 3, 8).half(), softmax_scale=float("nan"), sinks=torch.ones(1), causal=None, num_splits=-3)
+    for name in ("k: wanted float32", "k: wanted a number of heads", "softmax_scale", "sinks", "causal", "num_splits"):
+        assert name in str(caught.value)
+
+
+def test_a_cached_call_does_not_hide_a_fault():
+    """A window of floats equals one of ints as a key; a key must not be made of what was never checked."""
+    q = torch.randn(1, 4, 2, 8)
+    portattn.attention(q, q, q, causal=True)
+    with pytest.raises(ArgumentTypeError):
+        portattn.attention(q, q, q, causal=1)
+    with pytest.raises(ArgumentTypeError):
+        portattn.attention(q, q, q, causal=torch.tensor(True))
+    portattn.attention(q, q, q, window_size=[1, 0])
+    with pytest.raises(ArgumentError):
+        portattn.attention(q, q, q, window_size=[1, -3])
+
+
+def test_an_unknown_keyword_is_pythons_own_error():
+    with pytest.raises(TypeError, match="dropout_p"):
+        dense(dropout_p=0.1)
+    with pytest.raises(TypeError):
+        varlen(bias=torch.ones(1))
+
+
+def test_the_same_fault_is_the_same_error_on_every_backend():
+    texts = set()
+    with toy():
+        for backend in ("toy", "sdpa", None):
+            with pytest.raises(ArgumentError) as caught:
+                dense(k=torch.randn(2, 9, 3, 8), backend=backend)
+            texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_out_over_an_input_is_refused_on_every_call(name):
+    tensors = {n: torch.randn(1, 4, 2, 8) for n in "qkv"}
+    portattn.attention(**tensors, out=torch.empty(1, 4, 2, 8))
+    before = tensors[name].clone()
+    with pytest.raises(ArgumentError, match=f"out: .*memory of {name}"):
+        portattn.attention(**tensors, out=tensors[name])
+    assert torch.equal(tensors[name], before)
+
+
+def test_nothing_is_written_when_no_backend_takes_the_call():
+    out, cache = torch.full((2, 1, 4, 8), 7.0), torch.full((6, 4, 2, 8), 3.0)
+    with toy(capability=dict(features=[])), pytest.raises(NoBackendError):
+        paged(k_cache=cache, v_cache=cache.clone(), k=torch.randn(2, 1, 2, 8), v=torch.randn(2, 1, 2, 8), out=out, backend="toy")
+    assert (out == 7).all() and (cache == 3).all()
+
+
+# ------------------------------------------------------------------ PORTATTN_CHECK=1
+CHECKED = [
+    (varlen, dict(cu_seqlens_q=torch.tensor([1, 3, 7])), r"cu_seqlens_q\[0\]: wanted 0, got 1"),
+    (varlen, dict(cu_seqlens_k=torch.tensor([0, 5, 4])), r"cu_seqlens_k\[2\].*sequence 1"),
+    (varlen, dict(cu_seqlens_k=torch.tensor([0, 3, 8])), r"cu_seqlens_k\[2\]: wanted at most 7 rows"),
+    (varlen, dict(max_seqlen_q=3), r"max_seqlen_q: wanted at least 4.*sequence 1"),
+    (varlen, dict(seqused_k=torch.tensor([4, 2])), r"seqused_k\[0\]: wanted 0..3"),
+    (paged, dict(kv_lens=torch.tensor([5, 13])), r"kv_lens\[1\]: wanted at most 12"),
+    (paged, dict(block_table=torch.tensor([[0, -1, 9], [1, 2, 3]])), r"block_table\[0, 1\].*got -1"),
+    (paged, dict(block_table=torch.tensor([[0, 1, 9], [1, 6, 3]])), r"block_table\[1, 1\].*sequence 1.*got 6"),
+    (paged, dict(kv_lens=torch.tensor([0, 12]), rotary_cos=torch.ones(16, 4), rotary_sin=torch.ones(16, 4)), r"kv_lens\[0\]: wanted at least the 1 query"),
+    (paged, dict(rotary_cos=torch.ones(8, 4), rotary_sin=torch.ones(8, 4)), r"kv_lens\[1\]: wanted at most the 8 positions"),
+    (append, dict(slot_mapping=torch.tensor([0, 8, 1])), r"slot_mapping\[1\]: wanted a slot below 8, got 8"),
+]
+
+
+@pytest.mark.parametrize("call, changed, text", CHECKED, ids=[f"{c.__name__}-{'-'.join(ch)}" for c, ch, _ in CHECKED])
+def test_checked_mode_names_the_sequence_and_the_entry(call, changed, text, monkeypatch):
+    monkeypatch.setenv("PORTATTN_CHECK", "1")
+    with pytest.raises(ArgumentError, match=text):
+        call(**changed)
+
+
+def test_checked_mode_lets_what_is_never_read_hold_anything(monkeypatch):
+    monkeypatch.setenv("PORTATTN_CHECK", "1")
+    paged(block_table=torch.tensor([[0, 1, -1], [2, 3, 4]]), kv_lens=torch.tensor([5, 12]))
+    paged(kv_lens=torch.tensor([-3, 0]), block_table=torch.full((2, 3), 2**31 - 1, dtype=torch.int32))
+
+
+def test_the_check_can_be_switched_on_between_two_equal_calls(monkeypatch):
+    tensors = dict(q=torch.randn(7, 4, 8), max_seqlen_q=4)
+    varlen(**tensors)
+    monkeypatch.setenv("PORTATTN_CHECK", "1")
+    with pytest.raises(ArgumentError):
+        varlen(**tensors, cu_seqlens_q=torch.tensor([1, 3, 7], dtype=torch.int32))

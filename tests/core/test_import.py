@@ -1,0 +1,79 @@
+"""`import portattn` is cheap and harmless, and survives what surrounds it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(code, timeout=120, **env):
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=timeout, env=dict(os.environ, **env))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_brings_no_triton_no_context_no_thread_and_no_adapter():
+    run("""
+        import sys, threading, torch
+        before, threads = set(sys.modules), threading.active_count()
+        import portattn
+        new = set(sys.modules) - before
+        assert not [m for m in new if m.split(".")[0] in ("triton", "flash_attn", "aiter", "transformers", "pytest")], new
+        assert not [m for m in new if m.startswith("portattn.backends.")], new
+        assert threading.active_count() == threads and not torch.cuda.is_initialized()
+        portattn.backends()
+        assert not torch.cuda.is_initialized()
+    """)
+
+
+def test_everything_runs_with_other_peoples_packages_blocked_or_broken():
+    run("""
+        import sys, types
+        class Broken(types.ModuleType):
+            def __getattr__(self, name):
+                raise KeyError(f"Unknown GPU architecture: {name}")
+        for name in ("triton", "flash_attn", "xformers", "flashinfer"):
+            sys.modules[name] = None
+        sys.modules["aiter"] = Broken("aiter")
+        import torch, portattn
+        q = torch.randn(1, 2, 2, 8)
+        cu = torch.tensor([0, 2])
+        portattn.attention(q, q, q)
+        portattn.attention_varlen(q[0], q[0], q[0], cu, cu, 2, 2)
+        portattn.attention_paged(q, q, q.clone(), torch.tensor([[0]]), torch.tensor([2]))
+    """)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_child_forked_after_import_computes():
+    run("""
+        import os, torch, portattn
+        pid = os.fork()
+        if pid == 0:
+            q = torch.randn(1, 2, 2, 8)
+            portattn.attention(q, q, q)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    """)
+
+
+def test_no_posix_module_is_needed_at_import():
+    run("""
+        import sys
+        import torch, yaml, importlib.metadata
+        for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+            sys.modules[name] = None
+        import portattn, portattn.cli
+    """)
+
+
+def test_the_backends_folder_says_what_to_import_instead():
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import backends"
+    import portattn.backends
+
+    folder = os.path.dirname(next(iter(portattn.backends.__path__)))
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    if os.path.basename(next(iter(portattn.backends.__path__))) == "backends" and os.path.isdir(os.path.join(folder, "backends")):
+        assert done.returncode != 0 and "import portattn.backends" in done.stderr

@@ -1,0 +1,304 @@
+"""Order, overrides, reasons, warnings, plugins and quarantine: what the registry promises, on toy backends."""
+
+import importlib.metadata
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+
+import pytest
+import torch
+from toys import attention, toy, toy_manifest
+
+import portattn
+from portattn import Reason, registry  # noqa: F401  (Reason is public for adapters)
+from portattn.manifest import ManifestError
+
+
+def chosen(*args, **kw):
+    return portattn.explain(portattn.attention, *args, **kw).backend
+
+
+# ------------------------------------------------------------------ order
+def test_the_highest_priority_that_can_is_chosen(qkv):
+    with toy("high", priority=901, capability=dict(dtypes=["bfloat16"])), toy("low", priority=900):
+        assert chosen(*qkv) == "low"
+        assert chosen(*(x.bfloat16() for x in qkv)) == "high"
+
+
+def test_backend_argument_comes_before_use_before_the_environment(qkv, monkeypatch):
+    with toy("a"), toy("b"), toy("c"):
+        monkeypatch.setenv("PORTATTN_BACKEND", "c")
+        assert chosen(*qkv) == "c"
+        with portattn.use("b"):
+            assert chosen(*qkv) == "b"
+            assert chosen(*qkv, backend="a") == "a"
+        assert chosen(*qkv) == "c"
+
+
+def test_a_change_of_the_environment_is_honoured_between_two_equal_calls(qkv, monkeypatch):
+    with toy("a") as a, toy("b") as b:
+        monkeypatch.setenv("PORTATTN_BACKEND", "a")
+        portattn.attention(*qkv)
+        monkeypatch.setenv("PORTATTN_BACKEND", "b")
+        portattn.attention(*qkv)
+    assert a and b
+
+
+def test_a_forced_backend_never_falls_through(qkv):
+    with toy(capability=dict(features=["lse"])):
+        with pytest.raises(portattn.NoBackendError) as caught:
+            portattn.attention(*qkv, softcap=3.0, backend="toy")
+        assert [r.code for r in caught.value.rejected["toy"]] == ["softcap"]
+        assert "sdpa" in str(caught.value), "the text says which backend would be able"
+        with portattn.use("toy"), pytest.raises(portattn.NoBackendError):
+            portattn.attention(*qkv, softcap=3.0)
+        with portattn.use("toy", "sdpa"):
+            assert chosen(*qkv, softcap=3.0) == "sdpa"
+
+
+def test_unknown_names_are_errors_that_list_the_names(qkv, monkeypatch):
+    with pytest.raises(portattn.ArgumentError, match="sdpa"):
+        portattn.attention(*qkv, backend="sdqa")
+    with pytest.raises(portattn.ArgumentError, match="sdpa"):
+        portattn.use("sdqa")
+    with pytest.raises(portattn.ArgumentError):
+        portattn.use()
+    monkeypatch.setenv("PORTATTN_BACKEND", "sdqa")
+    with pytest.raises(portattn.ArgumentError, match="PORTATTN_BACKEND.*sdpa"):
+        portattn.attention(*qkv)
+
+
+def test_use_is_local_to_its_context_and_decorates(qkv):
+    with toy():
+        seen = []
+        with portattn.use("toy"):
+            thread = threading.Thread(target=lambda: seen.append(registry.current_order()))
+            thread.start()
+            thread.join()
+            assert registry.current_order() == ("toy",)
+        assert seen == [None]
+
+        @portattn.use("toy")
+        def inside():
+            return chosen(*qkv)
+
+        assert inside() == "toy" and registry.current_order() is None
+
+
+# ------------------------------------------------------------------ reasons and text
+def test_the_error_names_every_backend_with_every_reason(qkv):
+    with toy("one", capability=dict(dtypes=["bfloat16"], head_dims=[64, 128], features=[])), toy("two", probe=lambda d: (Reason("broken", "x", "y", "z"),)):
+        with portattn.use("one", "two"), pytest.raises(portattn.NoBackendError) as caught:
+            portattn.attention(*qkv, causal=True)
+    text = str(caught.value)
+    assert [r.code for r in caught.value.rejected["one"]] == ["dtype", "head_dim", "head_dim_v", "causal"]
+    assert "head_dim: need 64|128, have 16" in text and "two" in text and "fix: z" in text
+
+
+def test_explain_runs_nothing_and_says_why_not_the_others(qkv):
+    with toy(capability=dict(features=[])) as calls:
+        choice = portattn.explain(portattn.attention, *qkv, softcap=1.0)
+        assert choice.backend == "sdpa" and [r.code for r in choice.rejected["toy"]] == ["softcap"]
+        assert choice.problem.head_dim == 16 and "softcap: need without, have softcap" in str(choice)
+        assert not calls
+
+
+def test_falling_below_a_native_choice_warns_once_with_the_reason(qkv):
+    registry._warned.clear()
+    with toy(capability=dict(features=[]), native=["cpu"]):
+        with pytest.warns(RuntimeWarning, match="toy.*softcap"):
+            portattn.attention(*qkv, softcap=1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            portattn.attention(*qkv, softcap=2.0)
+            portattn.attention(*qkv, softcap=1.0, backend="sdpa")
+
+
+def test_a_backend_of_another_device_is_passed_over_in_silence(qkv):
+    with toy(capability=dict(devices=["cuda"]), native=["cuda"]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(*qkv) == "sdpa"
+        assert [r.code for r in portattn.explain(portattn.attention, *qkv).rejected["toy"]] == ["device"]
+
+
+def test_quadratic_memory_is_refused_above_the_threshold_unless_allowed(qkv, monkeypatch):
+    monkeypatch.setattr(registry, "QUADRATIC_LIMIT", 2 * 4 * 5 * 9 - 1)
+    with toy(capability=dict(memory="quadratic")):
+        assert chosen(*qkv) == "sdpa"
+        assert [r.code for r in portattn.explain(portattn.attention, *qkv).rejected["toy"]] == ["memory"]
+        monkeypatch.setenv("PORTATTN_ALLOW_QUADRATIC", "1")
+        assert chosen(*qkv) == "toy"
+
+
+# ------------------------------------------------------------------ adapters that misbehave
+def test_an_adapter_that_raises_at_import_is_a_reason(tmp_path, qkv):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "backend.yaml").write_text("{schema: 1, name: bad, title: b, priority: 999, capabilities: [{id: a, layouts: [dense], dtypes: [float32]}]}")
+    registry._add("bad", str(folder), "a_module_that_is_not_there")
+    try:
+        assert chosen(*qkv) == "sdpa"
+        (reason,) = portattn.explain(portattn.attention, *qkv).rejected["bad"]
+        assert reason.code == "import" and "a_module_that_is_not_there" in reason.have
+        assert portattn.backends()["bad"].level == "broken"
+    finally:
+        registry.unregister("bad")
+
+
+def test_a_probe_that_raises_is_a_reason(qkv):
+    def probe(device):
+        raise RuntimeError("no driver")
+
+    with toy(probe=probe):
+        assert chosen(*qkv) == "sdpa"
+        assert "no driver" in portattn.backends()["toy"].reasons[0].have and portattn.backends()["toy"].level == "broken"
+
+
+def test_a_missing_package_says_how_to_get_it(qkv):
+    with toy(requires=dict(packages={"no-such-package": ">=3.4"})):
+        status = portattn.backends()["toy"]
+        assert status.level == "unavailable" and status.reasons[0].code == "not_installed"
+        assert status.reasons[0].fix == "pip install 'no-such-package>=3.4'"
+
+
+@pytest.mark.parametrize("have, spec, yes", [("3.4.0", ">=3.4", True), ("3.10", ">=3.4,<4", True), ("3.3.1", ">=3.4", False),
+                                             ("2.13.0+cpu", "==2.13.0", True), ("4.0", ">=3.4,<4", False), ("3.4", "!=3.4", False)])
+def test_version_clauses(have, spec, yes):
+    assert registry.version_matches(have, spec) is yes
+
+
+def test_a_plugin_that_raises_at_import_is_reported_and_breaks_nothing(tmp_path):
+    plugin = tmp_path / "ghastly"
+    (plugin / "backend").mkdir(parents=True)
+    (plugin / "__init__.py").write_text("raise KeyError('Unknown GPU architecture: gfx1151')")
+    (plugin / "backend" / "__init__.py").write_text("")
+    info = tmp_path / "ghastly-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ghastly\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[portattn.backends]\nghastly = ghastly.backend\n")
+    code = """
+        import torch, portattn
+        q = torch.randn(1, 2, 2, 8)
+        assert portattn.attention(q, q, q).shape == q.shape
+        status = portattn.backends()["ghastly"]
+        assert status.level == "broken" and "gfx1151" in status.reasons[0].have, status
+    """
+    env = dict(__import__("os").environ, PYTHONPATH=f"{tmp_path}:{next(iter(importlib.import_module('portattn').__path__))}/..")
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=env)
+
+
+def test_names_are_unique_and_unregistering_an_unknown_one_is_an_error():
+    with toy():
+        with pytest.raises(portattn.ArgumentError, match="exists already"):
+            registry.register(toy_manifest("toy"), object())
+    with pytest.raises(portattn.ArgumentError):
+        registry.unregister("toy")
+
+
+def test_a_registered_folder_is_a_backend(tmp_path, qkv):
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "backend.yaml").write_text("{schema: 1, name: outside, title: o, priority: 999, capabilities: [{id: a, layouts: [dense], dtypes: [float32]}]}")
+    (folder / "__init__.py").write_text("from toys import attention\n")
+    assert registry.register(folder) == "outside"
+    try:
+        assert chosen(*qkv) == "outside"
+        (folder / "backend.yaml").write_text("{schema: 1}")
+        with pytest.raises(ManifestError):
+            registry.register(folder)
+    finally:
+        registry.unregister("outside")
+
+
+# ------------------------------------------------------------------ known answers
+def wrong(call, bound):
+    out = attention(call, bound)
+    return tuple(x + 0.5 for x in out) if isinstance(out, tuple) else out + 0.5
+
+
+def test_a_wrong_known_answer_quarantines_and_the_next_backend_serves(qkv):
+    with toy(run=wrong, native=["cpu"]):
+        with pytest.warns(RuntimeWarning, match="known answer"):
+            out = portattn.attention(*qkv)
+        torch.testing.assert_close(out, portattn.attention(*qkv, backend="sdpa"))
+        status = portattn.backends()["toy"]
+        assert status.level in ("partial", "broken") and status.reasons[0].code == "quarantined"
+        with pytest.raises(portattn.NoBackendError, match="quarantined"):
+            portattn.attention(*qkv, backend="toy")
+
+
+def test_a_kernel_that_raises_in_the_check_is_quarantined(qkv):
+    def run(call, bound):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with toy(run=run):
+        portattn.attention(*qkv)
+        assert "illegal memory access" in portattn.backends()["toy"].reasons[0].have
+
+
+def test_the_verdict_is_kept_on_disk_and_spares_the_next_process_the_check(qkv):
+    with toy() as calls:
+        portattn.attention(*qkv)
+        first = len(calls)
+        registry.forget()
+        portattn.attention(*qkv)
+        assert first == 3 and len(calls) == 4, "two runs of the known answer, one call; then one call"
+        assert [v.stored for v in registry.known_answers() if v.backend == "toy"] == [True]
+
+
+def test_a_process_that_died_in_the_check_quarantines_for_the_next_one(tmp_path):
+    code = """
+        import os, sys, torch
+        sys.path.insert(0, {here!r})
+        from toys import toy
+        import portattn
+        def crash(call, bound):
+            os._exit(9)
+        q = torch.randn(1, 2, 2, 8)
+        with toy(run=crash):
+            portattn.attention(q, q, q)
+            print(portattn.backends()["toy"].reasons[0].have)
+    """
+    code = textwrap.dedent(code).format(here=str(__import__("pathlib").Path(__file__).parent))
+    run = lambda: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run().returncode == 9
+    second = run()
+    assert second.returncode == 0 and "an earlier process ended" in second.stdout, second.stderr
+
+
+def test_verification_can_be_switched_off(qkv, monkeypatch):
+    monkeypatch.setenv("PORTATTN_VERIFY", "0")
+    with toy(run=wrong) as calls:
+        portattn.attention(*qkv)
+        assert len(calls) == 1 and not [v for v in registry.known_answers() if v.backend == "toy"]
+
+
+def test_an_unwritable_cache_only_means_that_nothing_is_kept(qkv, monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PORTATTN_CACHE", str(blocked))
+    with toy() as calls:
+        portattn.attention(*qkv)
+        assert len(calls) == 3
+
+
+def test_the_known_answer_check_leaves_the_random_state_alone(qkv):
+    torch.manual_seed(3)
+    want = torch.rand(1)
+    torch.manual_seed(3)
+    with toy():
+        portattn.attention(*qkv)
+    assert torch.equal(torch.rand(1), want)
+
+
+def test_eight_threads_bind_a_cold_problem_once_and_agree(qkv):
+    with toy() as calls:
+        results, threads = [], []
+        for _ in range(8):
+            threads.append(threading.Thread(target=lambda: results.append(portattn.attention(*qkv, backend="toy"))))
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert len(results) == 8 and all(torch.equal(r, results[0]) for r in results)
+        assert len(calls) == 10, "one known-answer check, whatever the threads"
