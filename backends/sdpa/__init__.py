@@ -1,0 +1,231 @@
+"""The floor: right on every torch device, in plain torch. Fused SDPA where it is right and fast, tiles elsewhere.
+
+tiled.py    tiles of scores for lengths known on the host      lengths.py  for lengths on the device, never read back
+fused.py    when torch's fused operators serve                 holes.py    known faults by device and version, and guards
+paged.py    pages gathered; append.py writes them              arith.py    dtypes of products, no TF32
+grad.py     gradients by recomputed tiles                      merging.py  partial results
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from portattn.capability import Reason
+from portattn.device import facts
+from portattn.problem import Call
+
+from . import append, arith, fused, grad, holes, lengths, merging, paged, tiled
+from .tiled import Rules
+
+
+def probe(device: torch.device) -> tuple[Reason, ...]:
+    """() on every device but MPS before macOS 14 with a torch that still runs there without bfloat16."""
+    if device.type == "mps" and "mps-bf16-macos13" in holes.active("mps") and not torch.backends.mps.is_macos_or_newer(14, 0):
+        return (Reason("os", "macOS 14", "an older macOS", "update macOS: bfloat16 needs it"),)
+    return ()
+
+
+def rules_of(call: Call) -> Rules:
+    """The call's rules; a window that causal cuts, as right = 0."""
+    right = 0 if call.causal else call.window_right
+    return Rules(call.softmax_scale, call.window_left, right, call.softcap, call.bias, call.alibi_slopes, call.sinks)
+
+
+def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse) if the call asks for it."""
+    state = bound.state
+    route = state.get("route")
+    if route is None:
+        state["host"] = holes.kind(call.q.device) == "cpu"  # lengths on the host are free to read; a device's never are
+        route = state["route"] = _route(call, bound)
+    return route(call, bound, state["host"])
+
+
+def _route(call: Call, bound):
+    """The function for every call of this shape and these options."""
+    if bound.problem.grad:
+        return _dense_grad if call.block_table is None and call.cu_seqlens_q is None else _varlen_grad
+    if call.block_table is not None:
+        return _paged
+    if call.cu_seqlens_q is not None:
+        return _varlen
+    if _fused_dense(call):
+        return _dense_fused
+    return _dense
+
+
+def _declined(call: Call) -> str:
+    device = call.q.device
+    return fused.declined(holes.kind(device), facts(device).arch, call.q.dtype, call.q.shape[-1], call.v.shape[-1],
+                          call.softcap == 0 and call.bias is None)
+
+
+def _fused_dense(call: Call) -> bool:
+    """Whether one fused call computes a dense problem, and does so faster than tiles."""
+    (batch, sq, hq, _), sk = call.q.shape, call.k.shape[1]
+    right = 0 if call.causal else call.window_right
+    plain = call.window_left < 0 and (right < 0 or right == 0 and sq == sk) and call.alibi_slopes is None and call.sinks is None
+    if not plain or call.batch_invariant or 0 in (batch, sq, sk, hq) or call.k.dtype != call.q.dtype or _declined(call):
+        return False
+    return holes.kind(call.q.device) != "cpu" or (hq == call.k.shape[2] or sq == 1) and sq * sk * batch * hq <= fused.CPU_SCORES
+
+
+def _outputs(call: Call, *shape: int) -> tuple[Tensor, Tensor | None]:
+    """out and lse to fill; out's last size is Dv."""
+    out = call.out if call.out is not None else call.q.new_empty(shape)
+    return out, torch.empty(shape[:-1], dtype=torch.float32, device=call.q.device) if call.return_lse else None
+
+
+def _result(out: Tensor, lse: Tensor | None):
+    return out if lse is None else (out, lse)
+
+
+# ------------------------------------------------------------------ dense
+def _dense(call: Call, bound, host: bool):
+    out, lse = _outputs(call, *call.q.shape[:3], call.v.shape[-1])
+    tiled.attend(call.q, call.k, call.v, rules_of(call), out, lse, None, call.batch_invariant, None, not host)
+    return _result(out, lse)
+
+
+def _dense_fused(call: Call, bound, host: bool):
+    if call.q.shape[1] == 1 and host:
+        out, lse = (x.unsqueeze(1) for x in fused.decode(call.q[:, 0], call.k, call.v, call.softmax_scale, None, 0))
+    else:
+        out, lse = fused.dense(call.q, call.k, call.v, call.softmax_scale, call.q.shape[1] > 1 and (call.causal or call.window_right == 0))
+    out = call.out.copy_(out) if call.out is not None else out.contiguous()
+    return (out, lse.contiguous()) if call.return_lse else out
+
+
+def _dense_grad(call: Call, bound, host: bool):
+    out, lse = grad.attention(call.q, call.k, call.v, rules_of(call))
+    return (out, lse) if call.return_lse else out
+
+
+# ------------------------------------------------------------------ varlen
+def _spans(call: Call) -> tuple[list[int], list[int], list[int]]:
+    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    ends_k = starts_k[1:]
+    if call.seqused_k is not None:
+        ends_k = [lo + max(n, 0) for lo, n in zip(starts_k, call.seqused_k.tolist())]
+    return starts_q, starts_k, ends_k
+
+
+def _varlen(call: Call, bound, host: bool):
+    q, k, v = call.q, call.k, call.v
+    out, lse = _outputs(call, *q.shape[:2], v.shape[-1])
+    rules = rules_of(call)
+    if host:
+        starts_q, starts_k, ends_k = _spans(call)
+        for b, (q0, k0, k1) in enumerate(zip(starts_q, starts_k, ends_k)):
+            rows, keys = slice(q0, starts_q[b + 1]), slice(k0, k1)
+            if rows.start < rows.stop:
+                tiled.attend(q[None, rows], k[None, keys], v[None, keys], _of_sequence(rules, b), out[None, rows],
+                             lse[None, rows] if lse is not None else None)
+        return _result(out, lse)
+    ragged, starts_k = _ragged(call)
+    fetch_k, fetch_v = lengths.rows_of(k, starts_k), lengths.rows_of(v, starts_k)
+    if k.shape[0] == 0:
+        ragged = ragged._replace(max_k=0)
+    lengths.attend(ragged, k.shape[1], v.shape[2], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules, out, lse,
+                   tiled.limits(q.device), call.batch_invariant)
+    return _result(out, lse)
+
+
+def _of_sequence(rules: Rules, b: int) -> Rules:
+    return rules._replace(slopes=rules.slopes[b]) if rules.slopes is not None and rules.slopes.dim() == 2 else rules
+
+
+def _ragged(call: Call) -> tuple[lengths.Ragged, Tensor]:
+    cu_q, cu_k = call.cu_seqlens_q.to(torch.int64), call.cu_seqlens_k.to(torch.int64)
+    q_lens, k_lens = cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]
+    if call.seqused_k is not None:
+        k_lens = call.seqused_k.to(torch.int64).clamp(min=0)
+    square = call.seqused_k is None and call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr() and call.max_seqlen_q == call.max_seqlen_k
+    return lengths.Ragged(call.q, cu_q[:-1], q_lens, k_lens, min(call.max_seqlen_q, call.q.shape[0]),
+                          min(call.max_seqlen_k, call.k.shape[0]), square), cu_k[:-1]
+
+
+def _varlen_grad(call: Call, bound, host: bool):
+    rules = rules_of(call)
+    if host:
+        starts_q, starts_k, ends_k = _spans(call)
+        out, lse = grad.varlen(call.q, call.k, call.v, rules, starts_q, starts_k, ends_k)
+    else:
+        ragged, starts_k = _ragged(call)
+        out, lse = grad.varlen_lengths(ragged, call.k, call.v, starts_k, rules)
+    return (out, lse) if call.return_lse else out
+
+
+# ------------------------------------------------------------------ paged
+def _paged(call: Call, bound, host: bool):
+    q, lead = call.q, call.q.shape[:-1]
+    heads, dim_v = call.k.shape[2], call.v.shape[3]
+    out, lse = _outputs(call, *lead, dim_v)
+    if out.numel() == 0:
+        return _result(out, lse)
+    ragged = call.cu_seqlens_q is not None
+    turn = call.k_new is not None or call.rotary_cos is not None
+    starts = None
+    if turn or not host:
+        starts = call.cu_seqlens_q.to(torch.int64) if ragged else torch.arange(0, lead[0] * lead[1] + 1, lead[1], device=q.device)
+    q = paged.append_and_turn(call, starts, host) if turn else q if ragged else q.flatten(0, 1)
+    flat_out, flat_lse = _flat(out, q.shape[0]), lse.view(-1, lead[-1]) if lse is not None else None
+    if host:
+        spans = call.cu_seqlens_q.tolist() if ragged else range(0, lead[0] * lead[1] + 1, lead[1])
+        fast = bound.state.get("fast")
+        if fast is None:
+            fast = bound.state["fast"] = call.k.dtype == q.dtype and not _declined(call)
+        paged.attend_host(q, spans, call.kv_lens.tolist(), call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
+    else:
+        k_lens = call.kv_lens.to(torch.int64).clamp(min=0)
+        max_k = call.max_seqlen_k if call.k.shape[0] and call.block_table.shape[1] else 0
+        lengths.attend(lengths.Ragged(q, starts[:-1], starts[1:] - starts[:-1], k_lens, min(call.max_seqlen_q, q.shape[0]), max_k), heads,
+                       dim_v, paged.fetch_pages(call, q.dtype), rules_of(call), flat_out, flat_lse, tiled.limits(q.device), call.batch_invariant)
+    if flat_out.data_ptr() != out.data_ptr():
+        out.copy_(flat_out.view(out.shape))
+    return _result(out, lse)
+
+
+def _flat(out: Tensor, rows: int) -> Tensor:
+    """out as (T, Hq, Dv): a view where its strides allow, else memory to be copied from."""
+    if out.dim() == 3:
+        return out
+    if out.shape[0] == 1 or out.stride(0) == out.stride(1) * out.shape[1]:
+        return out.flatten(0, 1)
+    return torch.empty(rows, *out.shape[2:], dtype=out.dtype, device=out.device)
+
+
+# ------------------------------------------------------------------ the small calls
+def cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:
+    """Writes T tokens into both caches; negative slots are skipped."""
+    append.cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, holes.kind(k.device) == "cpu")
+
+
+def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound) -> tuple[Tensor, Tensor]:
+    return merging.merge_states(outs, lses, sinks)
+
+
+def notes(call: Call, bound) -> tuple[str, ...]:
+    """What explain() says of the route."""
+    said = []
+    device, host = call.q.device, holes.kind(call.q.device) == "cpu"
+    if call.block_table is not None:
+        said.append("pages gathered into kept buffers, lengths read on the host" if host else
+                    "pages gathered tile by tile, lengths stay on the device")
+    elif call.cu_seqlens_q is not None:
+        said.append("each sequence by itself" if host else "sequences padded tile by tile, lengths stay on the device")
+    if bound.problem.grad:
+        said.append("gradients by recomputed tiles")
+    elif call.block_table is None and call.cu_seqlens_q is None and _fused_dense(call):
+        return (*said, "fused SDPA")
+    elif call.block_table is not None and host and not (why := _declined(call)) and call.k.dtype == call.q.dtype:
+        said.append("fused SDPA for one query token")
+    elif why := _declined(call):
+        said.append(f"no fused SDPA: {why}")
+    limit = tiled.limits(device)
+    said.append(f"tiled: {limit.rows} query tokens a tile, at most {limit.scores} scores")
+    work = arith.work_dtype(device, call.q.dtype)
+    if work != call.q.dtype:
+        said.append(f"{call.q.dtype} computed in float32"[6:])
+    return tuple(said)

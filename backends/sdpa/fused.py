@@ -1,0 +1,61 @@
+"""torch's own fused SDPA: where it is right, and faster than tiles of ours.
+
+Its operators are called by name: the public function may choose MATH, with O(N**2) scores, and the switch that forbids
+that is global to the process. holes.py says where SDPA must not be used; the conditions below are those of its kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import holes
+
+_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+# Above this many scores the tiles win on CPU (they copy K and V once, head-major, and mask only corners); below, one call wins.
+CPU_SCORES = 1 << 16
+
+
+def declined(device: str, arch: str, dtype: torch.dtype, dim: int, dim_v: int, plain: bool) -> str:
+    """Why the flash operator of a device cannot serve even its plainest problem, or "". `plain`: no softcap, no bias."""
+    if reason := holes.no_sdpa(device, arch):
+        return reason
+    if not plain:
+        return "softcap or bias"
+    if dim != dim_v:
+        return "Dv != D"
+    if device == "cpu":
+        return "fp16 on CPU" if dtype == torch.float16 else ""
+    if dtype == torch.float32:
+        return "float32"
+    if arch.startswith("sm_") and int(arch[3:]) < 80:
+        return "flash needs sm_80"
+    return "" if dim % 8 == 0 and dim <= 256 else "head_dim not a multiple of 8 up to 256"
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, D) and lse (B, Sq, Hq) of (B, S, H, D) tensors, neither length 0; `causal` only if Sq == Sk."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.device.type == "cpu":
+        out, lse = _cpu_flash(q, k, v, 0.0, causal, scale=scale)
+    else:
+        out, lse = _cuda_flash(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None, last: int) -> tuple[Tensor, Tensor]:
+    """One query token on CPU, its heads folded into rows: q (nb, Hq, D), k and v (nb, n, Hkv, D), all visible.
+
+    Returns out (nb, Hq, D) and lse (nb, Hq). `slopes` (Hq,); the query stands at key `last` of k.
+    """
+    (nb, hq, dim), heads = q.shape, k.shape[2]
+    mask = None
+    if slopes is not None:
+        far = (torch.arange(k.shape[1]) - last).abs_().neg_().float()
+        mask = (slopes[:, None] * far).view(1, heads, hq // heads, -1)
+    out, lse = _cpu_flash(q.view(nb, heads, hq // heads, dim), k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=mask, scale=scale)
+    return out.reshape(nb, hq, dim), lse.reshape(nb, hq)
+
+
+__all__ = ["CPU_SCORES", "declined", "decode", "dense"]
