@@ -7,11 +7,14 @@
 Importing it creates no device context, imports no triton and starts no thread.
 """
 
+from . import backends, registry
 from .api import Plan, attention, attention_paged, attention_varlen, cache_append, explain, merge_states, plan
 from .capability import Reason
 from .errors import ArgumentError, ArgumentTypeError, KernelError, NoBackendError, PortattnError
-from .registry import Choice, Status, backends, use
+from .registry import Choice, Status, use
 from .version import __version__
+
+backends.__class__ = registry.CallablePackage  # the package of the backends' folders, and the call that lists them
 
 __all__ = [
     "ArgumentError", "ArgumentTypeError", "Choice", "KernelError", "NoBackendError", "Plan", "PortattnError", "Reason", "Status", "__version__",

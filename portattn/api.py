@@ -119,7 +119,7 @@ def attention(
 
     The alignment and window follow FlashAttention 2; lse's base and the empty row are portattn's own.
     """
-    if _is_compiling() or type(q) not in _PLAIN:
+    if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
         return _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
                          alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out, return_lse=return_lse, num_splits=num_splits,
                          batch_invariant=batch_invariant, backend=backend)
@@ -131,7 +131,8 @@ def attention(
         key = (
             q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
             _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
-            causal, window_size, softmax_scale, softcap, layout, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
+            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -205,7 +206,7 @@ def attention_varlen(
         >>> attention_varlen(q, q, q, cu, cu, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    if _is_compiling() or type(q) not in _PLAIN:
+    if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
         return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k, causal=causal,
                          window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
                          out=out, return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend)
@@ -219,7 +220,8 @@ def attention_varlen(
             cu_seqlens_q.shape, cu_seqlens_q.is_contiguous() or cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
             cu_seqlens_k.shape, cu_seqlens_k.is_contiguous() or cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q, max_seqlen_k,
             _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
-            causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
+            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,  # 1 is no True: see validate.boolean
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -312,7 +314,7 @@ def attention_paged(
         >>> attention_paged(torch.randn(1, 1, 8, 64), cache, cache.clone(), table, lens, causal=True).shape
         torch.Size([1, 1, 8, 64])
     """
-    if _is_compiling() or type(q) not in _PLAIN:
+    if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
         return _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
                          k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, kv_layout=kv_layout,
                          k_scale=k_scale, v_scale=v_scale, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
@@ -334,7 +336,8 @@ def attention_paged(
             block_table.shape, block_table.is_contiguous() or block_table.stride(), block_table.dtype, block_table.device,
             kv_lens.shape, kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
             _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved, kv_layout,
-            causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, _order(), _state(),
+            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,  # 1 is no True: see validate.boolean
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -395,7 +398,7 @@ def cache_append(
         >>> cache = torch.zeros(2, 16, 2, 64); new = torch.randn(3, 2, 64)
         >>> cache_append(new, new, cache, cache.clone(), torch.tensor([17, -1, 0]))
     """
-    if _is_compiling() or type(k) not in _PLAIN:
+    if _is_compiling() or (type(k) not in _PLAIN and isinstance(k, Tensor)):
         return _compiled(cache_append, k, v, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale,
                          backend=backend)
     key = None

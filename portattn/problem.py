@@ -51,7 +51,8 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         dims = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        text = f"{self.layout} {self.q_len} {self.dtype} {self.device} {self.arch}".rstrip()
+        kind = f"{self.layout} {self.q_len}" if self.layout in ("dense", "varlen", "paged") else self.layout
+        text = f"{kind} {self.dtype} {self.device} {self.arch}".rstrip()
         text += f", heads {self.num_heads_q}/{self.num_heads_kv}, head_dim {dims}"
         if self.kv_dtype != self.dtype:
             text += f", cache {self.kv_dtype}"

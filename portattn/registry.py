@@ -255,6 +255,14 @@ def backends() -> dict[str, Status]:
     return {name: _status(_entries[name]) for name in _by_priority()}
 
 
+class CallablePackage(ModuleType):
+    """The package `portattn.backends`, which holds the backends' folders and is also the call `portattn.backends()`."""
+
+    def __call__(self) -> dict[str, Status]:
+        """Every backend's Status from static facts and what calls have found out so far; touches no device."""
+        return backends()
+
+
 def _status(entry: _Entry) -> Status:
     if entry.static:
         broken = {"manifest", "import", "name", "broken"} & {r.code for r in entry.static}
