@@ -135,8 +135,8 @@ def attention(
             return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
         )
         bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        bound = None
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
+        bound = key = None
     if bound is None:
         bound = validate.dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse,
                                num_splits, batch_invariant, backend)
@@ -224,8 +224,8 @@ def attention_varlen(
             return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
         )
         bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        bound = None
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
+        bound = key = None
     if bound is None:
         bound = validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale,
                                 softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend)
@@ -340,8 +340,8 @@ def attention_paged(
             return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
         )
         bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        bound = None
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
+        bound = key = None
     if bound is None:
         bound = validate.paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin,
                                rotary_interleaved, kv_layout, k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes,
@@ -410,8 +410,8 @@ def cache_append(
             kv_layout, _meta(k_scale), _meta(v_scale), backend, _order(), _state(),
         )
         bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        bound = None
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
+        bound = key = None
     if bound is None:
         bound = validate.cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale, backend)
         _remember(key, bound, k.device)

@@ -76,12 +76,14 @@ def main(argv: list[str] | None = None) -> int:
         ap.print_help()
         return 2
     try:
-        return int(_run(args.command)(argv[1:]) or 0)
+        code = int(_run(args.command)(argv[1:]) or 0)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `portattn matrix | head -1`
-        sys.stdout = open(os.devnull, "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return 0
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
-from typing import Any, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 from . import config
 from .findings import Device, Finding, Imports, examine, fp8_formats, guarded, look, worst_first
@@ -40,14 +40,26 @@ CHECKED = ("dense", "varlen", "paged decode")  # the kinds that are computed, no
 def report(checks: bool = True, imports: Imports | None = None) -> dict[str, Any]:
     """Everything that the doctor knows, as data that JSON can hold; `checks=False` leaves the computations out."""
     started = time.perf_counter()
-    imports = imports or Imports()
+    findings: list[Finding] = []
+
+    def part(what: str, ask: Callable[[], Any], default: Any) -> Any:
+        try:
+            return ask()
+        except Exception as exc:
+            findings.append(Finding("error", "doctor", f"{what} could not be looked at: {type(exc).__name__}: {exc}", "report it"))
+            return default
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        world = look(imports)
-        chosen = _choices(world.devices)
-        computed = _checks(world.devices) if checks else []
-        states = _backends(world.devices)
-    findings = worst_first([*_own_findings(states, chosen, computed), *examine(world)])
+        world = look(imports or Imports())
+        chosen = part("choices", lambda: _choices(world.devices), [])
+        computed = part("computations", lambda: _checks(world.devices), []) if checks else []
+        states = part("backends", lambda: _backends(world.devices), [])
+        verdicts = part("verdicts", _verdicts, [])
+    for what, find in (("backends", lambda: _of_backends(states)), ("the order", lambda: _of_order()), ("choices", lambda: _of_choices(chosen)),
+                       ("computations", lambda: _of_checks(computed)), ("verdicts", lambda: _of_verdicts(verdicts, computed))):
+        findings += part(what, lambda: list(find()), [])
+    findings = worst_first([*findings, *examine(world)])
     from .version import __version__
 
     return {
@@ -56,13 +68,13 @@ def report(checks: bool = True, imports: Imports | None = None) -> dict[str, Any
         "torch": world.torch,
         "torch_build": f"CUDA {world.cuda}" if world.cuda else f"ROCm {world.hip}" if world.hip else "no GPU",
         "triton": world.packages["triton"].version if "triton" in world.packages else None,
-        "threads": world.threads,
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "threads": world.threads,
         "devices": [{**d._asdict(), "mig": d.mig, "fp8": fp8_formats(d.kind, d.arch)} for d in world.devices],
         "backends": states,
         "choices": chosen,
         "checks": computed,
-        "verdicts": _verdicts(),
+        "verdicts": verdicts,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("PORTATTN_")},
         "packages": {name: p._asdict() for name, p in world.packages.items()},
         "findings": [f._asdict() for f in findings],
@@ -133,8 +145,15 @@ def _checks(devices: Iterable[Device]) -> list[dict[str, Any]]:
                 for dtype in DTYPES:
                     if guarded(lambda: registry.covering(name, problem(d, call, dtype))[0], None) is not None:
                         job = {"backend": name, "device": d.device, "call": call, "dtype": dtype}
-                        (here if (name, d.kind) == ("sdpa", "cpu") else away).append(job)
+                        (here if _safe_here(name, d) else away).append(job)
     return [compute(job) for job in here] + list(_in_children(away))
+
+
+def _safe_here(name: str, device: Device) -> bool:
+    """Torch's own kernels on the CPU end no process; a backend that this process registered exists here only."""
+    from . import registry
+
+    return (name, device.kind) == ("sdpa", "cpu") or not isinstance(registry._entries[name].module, str)
 
 
 def compute(job: dict[str, Any]) -> dict[str, Any]:
@@ -202,33 +221,48 @@ def _verdicts() -> list[dict[str, Any]]:
     return found
 
 
-def _own_findings(states: list[dict], chosen: list[dict], computed: list[dict]) -> Iterator[Finding]:
-    """Findings about portattn itself: backends, choices, computations, verdicts and its variables."""
+# ------------------------------------------------------------------ findings about portattn itself
+def _of_backends(states: list[dict]) -> Iterator[Finding]:
+    for backend in states:
+        for r in backend["reasons"] if backend["level"] == "broken" else ():
+            yield Finding("error", "backend", f"{backend['name']} is broken: {r['code']}: need {r['need']}, have {r['have']}", r["fix"])
+
+
+def _of_order() -> Iterator[Finding]:
     from . import registry
 
-    for backend in states:
-        if backend["level"] == "broken":
-            for r in backend["reasons"]:
-                yield Finding("error", "backend", f"{backend['name']} is broken: {r['code']}: need {r['need']}, have {r['have']}", r["fix"])
     for name in filter(None, (n.strip() for n in config.get("PORTATTN_BACKEND").split(","))):
         if name not in registry.manifests():
             yield Finding("error", "order", f"PORTATTN_BACKEND names {name!r}, which is no backend: every call raises",
-                          f"PORTATTN_BACKEND={','.join(registry.manifests())} or a part of it")
-            return
+                          f"PORTATTN_BACKEND={','.join(registry.manifests())}, or a part of it")
+
+
+def _of_choices(chosen: list[dict]) -> Iterator[Finding]:
+    """Devices for which some kind of call has no backend; an order that names no backend is a finding already."""
+    if list(_of_order()):
+        return
     for device in dict.fromkeys(line["device"] for line in chosen):
-        none = [line for line in chosen if line["device"] == device and line["backend"] is None]
-        if none:
-            calls = ", ".join(dict.fromkeys(f"{line['call']} {line['dtype']}" for line in none))
-            yield Finding("error", "no-backend", f"no backend serves {calls} on {device}: {' '.join(none[0]['detail'].split())}", "portattn explain --device " + device)
+        if none := [line for line in chosen if line["device"] == device and line["backend"] is None]:
+            calls = ", ".join(f"{line['call']} {line['dtype']}" for line in none)
+            yield Finding("error", "no-backend", f"no backend serves {calls} on {device}: {' '.join(none[0]['detail'].split())}",
+                          f"portattn explain --device {device} says more")
+
+
+def _of_checks(computed: list[dict]) -> Iterator[Finding]:
     failed: dict[tuple[str, str, str], list[str]] = {}
     for c in computed:
         if not c["ok"]:
             failed.setdefault((c["backend"], c["device"], c["detail"]), []).append(f"{c['call']} {c['dtype']}")
     for (backend, device, detail), calls in failed.items():
         yield Finding("error", "check", f"{backend} on {device} failed a tiny {', '.join(calls)}: {detail}", _without(backend))
-    for v in registry.known_answers():
-        if not v.ok and not any(c["backend"] == v.backend and not c["ok"] for c in computed):
-            yield Finding("error", "quarantined", f"{v.backend} {v.family} {v.dtype} on {v.device} is quarantined: {v.detail}",
+
+
+def _of_verdicts(verdicts: list[dict], computed: list[dict]) -> Iterator[Finding]:
+    """Quarantined families, but for those of a backend whose computations have failed just now."""
+    failed = {c["backend"] for c in computed if not c["ok"]}
+    for v in verdicts:
+        if not v["ok"] and v["backend"] not in failed:
+            yield Finding("error", "quarantined", f"{v['backend']} {v['family']} {v['dtype']} on {v['device']} is quarantined: {v['detail']}",
                           f"after mending it, delete {os.path.join(config.cache_dir(), 'verdicts')}")
 
 
@@ -236,7 +270,8 @@ def _without(name: str) -> str:
     from . import registry
 
     others = ",".join(n for n in registry.manifests() if n != name)
-    return f"PORTATTN_BACKEND={others} leaves it out; portattn conformance --backend {name} says more" if others else f"portattn conformance --backend {name}"
+    say = f"portattn conformance --backend {name} says more"
+    return f"PORTATTN_BACKEND={others} leaves it out; {say}" if others else say
 
 
 # ------------------------------------------------------------------ text

@@ -117,37 +117,50 @@ def smollm2():
 
 
 @pytest.fixture(scope="module")
-def by_transformers(smollm2):
-    """[(prompt tokens, greedy tokens)] of transformers' eager attention in float32, one prompt at a time."""
+def transformers_model(smollm2):
+    """The same file in transformers: eager attention, float32."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     folder, file = os.path.split(weights.gguf_file())
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager")
-    found = []
-    for prompt in PROMPTS:
-        tokens, cache = smollm2.tokenizer.encode(prompt), transformers.DynamicCache()
-        new = tokens
-        for _ in range(NEW_TOKENS):  # generate() would stop at the end of the answer
-            with torch.inference_mode():
-                logits = model(torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            new = [int(logits[0, -1].argmax())]
-            tokens = tokens + new
-        found.append((tokens[:-NEW_TOKENS], tokens[-NEW_TOKENS:]))
-    assert len({len(prompt) for prompt, _ in found}) >= 6, "prompts of different lengths"
-    return found
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager")
+
+
+def likeliest(model, sequence):
+    """What transformers would generate greedily in the place of each generated token, given all tokens before it.
+
+    If that is the generated token at every place, the whole text is, by induction, the one that it generates.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([sequence.tokens[:-1]]), use_cache=False).logits[0]
+    return logits[sequence.num_prompt - 1 :].argmax(-1).tolist()
 
 
 @pytest.mark.model
-def test_greedy_tokens_equal_those_of_transformers(smollm2, by_transformers):
-    engine = Engine(smollm2.model, num_pages=64, page_size=16, max_batch=8)
-    sequences = run(engine, [prompt for prompt, _ in by_transformers], NEW_TOKENS)
-    assert [s.generated for s in sequences] == [expected for _, expected in by_transformers]
+@pytest.mark.parametrize("way", ["all at once", "staggered joins and scarce pages"])
+def test_greedy_tokens_equal_those_of_transformers(smollm2, transformers_model, way):
+    prompts = [smollm2.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert len(prompts) >= 8 and len({len(prompt) for prompt in prompts}) >= 6, "prompts of different lengths"
+    if way == "all at once":
+        engine = Engine(smollm2.model, num_pages=64, page_size=16, max_batch=8)
+        sequences = run(engine, prompts, NEW_TOKENS)
+    else:
+        engine = Engine(smollm2.model, num_pages=20, page_size=7, max_batch=5)
+        sequences = run(engine, prompts, NEW_TOKENS, every=4)
+        assert engine.stats.evictions > 0, "the cache was too big for this test"
+    for sequence in sequences:
+        assert len(sequence.generated) == NEW_TOKENS
+        assert sequence.generated == likeliest(transformers_model, sequence)
 
 
 @pytest.mark.model
-def test_greedy_tokens_equal_those_of_transformers_when_joins_are_staggered_and_pages_scarce(smollm2, by_transformers):
-    engine = Engine(smollm2.model, num_pages=17, page_size=7, max_batch=5)
-    sequences = run(engine, [prompt for prompt, _ in by_transformers], NEW_TOKENS, every=4)
-    assert [s.generated for s in sequences] == [expected for _, expected in by_transformers]
-    assert engine.stats.evictions > 0, "the cache was too big for this test"
+def test_an_answer_ends_where_that_of_transformers_ends(smollm2, transformers_model):
+    prompt = smollm2.tokenizer.encode("What is the capital of France?")
+    engine = Engine(smollm2.model, num_pages=8, page_size=16)
+    sequence = engine.submit(prompt, 40, smollm2.tokenizer.stop)
+    while engine.busy:
+        engine.step()
+    tokens = torch.tensor([prompt])
+    expected = transformers_model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=40)
+    assert sequence.tokens == expected[0].tolist()
+    assert len(sequence.generated) < 40 and "Paris" in smollm2.tokenizer.decode(sequence.generated)
