@@ -1,0 +1,429 @@
+"""Bound calls: everything about a call that its shapes decide is worked out once; a call then fills in pointers and launches."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from portattn.problem import Call
+
+from . import schedule
+from .launch import Interpreted, Launch, Spec, compiled, interpreting
+from .schedule import FORMATS, Config, Machine, Shape
+
+_kernels: dict[tuple[int, Spec], Any] = {}
+_lock = threading.Lock()
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Facts about a device that decide configurations; shared memory is asked of the driver."""
+    index = device.index if device.index is not None else (torch.cuda.current_device() if device.type == "cuda" else 0)
+    return _machine(device.type, index)
+
+
+def _machine(kind: str, index: int, _known: dict = {}) -> Machine:
+    found = _known.get((kind, index))
+    if found is None:
+        if kind != "cuda":
+            found = Machine("", 3, 1 << 30)
+        else:
+            import triton
+            from portattn.device import facts
+
+            driver = triton.runtime.driver.active
+            properties = driver.utils.get_device_properties(index)
+            found = Machine(facts(torch.device(kind, index)).arch, properties["multiprocessor_count"], properties["max_shared_mem"],
+                            driver.get_current_target().warp_size)  # fmt: skip
+        _known[kind, index] = found
+    return found
+
+
+def _load(spec: Spec, device: int) -> Any:
+    """The compiled kernel on a device; compiled once a process, and once a machine thanks to Triton's cache on disk."""
+    with _lock:
+        kernel = _kernels.get((device, spec))
+        if kernel is None:
+            with torch.cuda.device(device):
+                kernel = _kernels[device, spec] = compiled(spec)
+        return kernel
+
+
+class Workspace:
+    """Partial results and arrival counters of split launches on one device.
+
+    Eager calls on one stream run in order and share that stream's buffer. A captured call must not share memory with calls
+    outside its graph: its partial results come from the graph's own pool, its counters are a slice of an arena that no other
+    captured call uses until the arena wraps around. Counters are zero between launches: the last program of a block resets its own.
+    """
+
+    ARENA = 1 << 20
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.streams: dict[int, tuple[Tensor, Tensor, int, int]] = {}
+        self.arena: Tensor | None = None
+        self.next = 0
+        self.lock = threading.Lock()
+
+    def eager(self, stream: int, floats: int, counters: int) -> tuple[Tensor, Tensor, int, int]:
+        """(partial results, counters, and their addresses) for a call on this stream."""
+        found = self.streams.get(stream)
+        if found is None or found[0].numel() < floats or found[1].numel() < counters:
+            with self.lock, torch.inference_mode():
+                if self.arena is None and self.device.type == "cuda":
+                    self.arena = torch.zeros(self.ARENA, dtype=torch.int32, device=self.device)
+                    torch.cuda.current_stream(self.device).synchronize()  # once a device: any stream may use it from now on
+                have = (found[0].numel(), found[1].numel()) if found else (0, 0)
+                parts = torch.empty(max(floats, have[0]), dtype=torch.float32, device=self.device)
+                zeros = torch.zeros(max(counters, have[1], 4096), dtype=torch.int32, device=self.device)
+                found = self.streams[stream] = (parts, zeros, parts.data_ptr(), zeros.data_ptr())
+        return found
+
+    def captured(self, floats: int, counters: int) -> tuple[Tensor, Tensor, int, int]:
+        """The same for a call that is being captured into a graph."""
+        parts = torch.empty(floats, dtype=torch.float32, device=self.device)
+        with self.lock:
+            if self.arena is not None and counters <= self.ARENA:
+                if self.next + counters > self.ARENA:
+                    self.next = 0
+                zeros = self.arena[self.next : self.next + counters]
+                self.next += counters
+            else:  # nothing ran on this device yet: the graph zeroes its counters itself
+                zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
+        return parts, zeros, parts.data_ptr(), zeros.data_ptr()
+
+
+_workspaces: dict[torch.device, Workspace] = {}
+
+
+def workspace(device: torch.device) -> Workspace:
+    """The device's workspace."""
+    found = _workspaces.get(device)
+    if found is None:
+        found = _workspaces.setdefault(device, Workspace(device))
+    return found
+
+
+def _row_strides(t: Tensor) -> tuple[int, int, int]:
+    """(batch entry or page, row, head) strides; ragged tensors have no batch entry."""
+    s = t.stride()
+    return (s[0], s[1], s[2]) if t.dim() == 4 else (0, s[0], s[1])
+
+
+def _scale_strides(scale: Any) -> tuple[int, int]:
+    if not isinstance(scale, Tensor) or scale.dim() == 0:
+        return 0, 0
+    return (0, scale.stride(0)) if scale.dim() == 1 else (scale.stride(0), scale.stride(1))
+
+
+def _dtype(t: Any) -> torch.dtype | None:
+    return t.dtype if isinstance(t, Tensor) else None
+
+
+def _plain(t: Tensor) -> bool:
+    return t.dim() == 0 or t.stride(-1) == 1 or t.shape[-1] <= 1
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """8-bit floats and bools as the uint8 tensors that the interpreter takes."""
+    return t.view(torch.uint8) if t.dtype in FORMATS or t.dtype == torch.bool else t
+
+
+class Attention:
+    """One kind of attention call, ready to run."""
+
+    def __init__(self, call: Call):
+        self.interpreted = interpreting()
+        q, k, v = call.q, call.k, call.v
+        self.device = q.device
+        self.index = q.device.index or 0
+        self.machine = machine_of(q.device)
+        self.layout = "paged" if call.block_table is not None else "varlen" if call.cu_seqlens_k is not None else "dense"
+        ragged = call.cu_seqlens_q is not None
+        self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
+        self.group = self.heads_q // max(1, self.heads_kv)
+        self.d, self.dv = q.shape[-1], v.shape[-1]
+        self.batch = (call.cu_seqlens_q.shape[0] - 1) if ragged else q.shape[0]
+        self.total_q = q.shape[0] if ragged else None
+        self.max_q = call.max_seqlen_q if ragged else q.shape[1]
+        self.page_size = k.shape[1] if self.layout == "paged" else 0
+        self.max_k = {"paged": lambda: call.block_table.shape[1] * self.page_size, "varlen": lambda: min(call.max_seqlen_k, k.shape[0]),
+                      "dense": lambda: k.shape[1]}[self.layout]()  # fmt: skip
+        self.out_shape = (*q.shape[:-1], self.dv)
+        self.empty = 0 in self.out_shape or self.batch == 0
+        self.has_lse = call.return_lse
+        self.num_splits, self.invariant = call.num_splits, call.batch_invariant
+        self.fixed = self._fixed_strides(call)
+        self.tensors = self._optional(call)
+        self.variants: dict[tuple[bool, bool], tuple] = {}
+        self.append = Append(call) if call.k_new is not None and not self.empty else None
+        self.shape = self._shape(call)
+        self.ready: tuple | None = None
+
+    # ---- worked out once
+
+    def _optional(self, call: Call) -> tuple[tuple[str, Callable | None], ...]:
+        """Attributes of a call that the kernel reads besides q, k, v, out and lse, in its order; and what to do to each first."""
+        lens = "seqused_k" if self.layout == "varlen" else "kv_lens"
+        names = ("block_table", lens, "cu_seqlens_q", "cu_seqlens_k", "bias", "alibi_slopes", "sinks", "k_scale", "v_scale",
+                 "rotary_cos", "rotary_sin")  # fmt: skip
+        found = []
+        for name in names:
+            t = getattr(call, name)
+            if isinstance(t, Tensor):
+                free = name in ("bias", "k_scale", "v_scale")  # any strides
+                found.append((name, None if free or _plain(t) else Tensor.contiguous))
+        return tuple(found)
+
+    def _fixed_strides(self, call: Call) -> list[int]:
+        bias = [s if n > 1 else 0 for n, s in zip(call.bias.shape, call.bias.stride())] if call.bias is not None else [0] * 4
+        table, alibi, cos = call.block_table, call.alibi_slopes, call.rotary_cos
+        out = call.out
+        o = _row_strides(out) if out is not None else ((self.max_q * self.heads_q * self.dv if out is None and call.q.dim() == 4 else 0),
+                                                       self.heads_q * self.dv, self.dv)  # fmt: skip
+        row = lambda t: (t.stride(0) if _plain(t) else t.shape[1]) if t is not None else 0
+        return [*_row_strides(call.q), *_row_strides(call.k), *_row_strides(call.v), *o, row(table), *bias,
+                row(alibi) if alibi is not None and alibi.dim() == 2 else 0, *_scale_strides(call.k_scale), *_scale_strides(call.v_scale),
+                row(cos)]  # fmt: skip
+
+    def _shape(self, call: Call) -> Shape:
+        q, k, v = call.q, call.k, call.v
+        out_dtype = call.out.dtype if call.out is not None else q.dtype
+        # Tensors with a bool or 8-bit dtype are bytes to the kernel.
+        strides = [s * t.element_size() for t in (q, k, v) for s in _row_strides(t)]
+        strides += [s * out_dtype.itemsize for s in self.fixed[9:12]]
+        biggest = max(abs(s) for t in (k, v) for s in _row_strides(t)[1:2]) if self.layout != "paged" else max(_row_strides(k)[1], _row_strides(v)[1])
+        lens = call.seqused_k if self.layout == "varlen" else call.kv_lens
+        return Shape(
+            dtype=q.dtype, kv_dtype=k.dtype, out_dtype=out_dtype, native_fp8=not self.interpreted and self.machine.converts(k.dtype),
+            group=self.group, d=self.d, dv=self.dv, layout=self.layout, page_size=self.page_size, left=call.window_left >= 0,
+            right=call.window_right >= 0, softcap=call.softcap > 0, bias=_dtype(call.bias), alibi=call.alibi_slopes is not None,
+            sinks=_dtype(call.sinks), lse=self.has_lse, rotary=2 * call.rotary_cos.shape[1] if call.rotary_cos is not None else 0,
+            rotary_dtype=_dtype(call.rotary_cos), interleaved=call.rotary_interleaved, k_scale=isinstance(call.k_scale, Tensor),
+            v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
+            cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
+            v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
+        )  # fmt: skip
+
+    def _prepare(self, aligned: bool, v_in_k: bool) -> tuple:
+        """(launch, floats of workspace, counters) of one variant: by what the pointers allow."""
+        shape = self.shape._replace(aligned=aligned, v_in_k=v_in_k)
+        is32 = shape.dtype == torch.float32
+        bd, bd2 = schedule.head_blocks(self.d)
+        padded = max(bd + bd2, schedule.pow2(self.dv, 16))
+        padded = padded if padded <= 256 else 512
+        tile = schedule.config_for(self.machine.arch, "tiles", padded, is32)
+        base = schedule.config_for(self.machine.arch, "splits", padded, is32)
+        sizes = dict(batch=self.batch, heads_kv=self.heads_kv, group=self.group, max_q=self.max_q, max_k=self.max_k, total_q=self.total_q)
+        mode = schedule.pick_mode(tile, self.machine, layout=self.layout, head_dim=max(self.d, self.dv), invariant=self.invariant, **sizes)
+        rows = self.max_q * self.group
+        uniform = self.layout == "dense"
+        vector = not uniform and self.batch <= schedule.MAX_SEARCH
+        search = next(n for n in (16, 128, 1024) if self.batch <= n or n == 1024)
+        while True:
+            split = schedule.split_config(base, tile, mode, rows, self.group)
+            merge_rows = min(16, split.bm, schedule.pow2(self.group if mode == "both" else rows))
+            spec = schedule.attend_spec(shape, mode, tile, split, search, vector and mode != "tiles", merge_rows)
+            if self.interpreted:
+                slots = 4
+                break
+            kernel = _load(spec, self.index)
+            if kernel.metadata.shared <= self.machine.shared:
+                slots = self.machine.multiprocessors * self._resident(kernel, spec)
+                break
+            if mode == "splits" and rows <= schedule.SPLIT_ROWS:
+                base = base.smaller()
+            else:
+                tile = tile.smaller()
+            if base is None or tile is None:
+                raise RuntimeError(f"no configuration of {spec.name} fits {self.machine.shared} bytes of shared memory")
+        grid = schedule.grid_for(mode, tile, split, slots=slots, num_splits=self.num_splits, invariant=self.invariant,
+                                 kv_bytes=self.max_k * (self.d + self.dv) * shape.kv_dtype.itemsize,
+                                 one_part=not uniform and not vector, **sizes)  # fmt: skip
+        fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs, grid.group, grid.slots,
+                 grid.budget, grid.fixed_chunk, grid.fixed_splits]  # fmt: skip
+        if self.interpreted:
+            launch: Any = Interpreted(spec, fixed, grid.total)
+        else:
+            with torch.cuda.device(self.index):
+                launch = Launch(kernel, spec, fixed, grid.total, self.index)
+        items = grid.total - grid.programs
+        block = split.bm * schedule.pow2(self.dv, 16)
+        self.described = (mode, tile, split, grid)
+        return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
+
+    def _resident(self, kernel: Any, spec: Spec) -> int:
+        """Programs that one multiprocessor holds at once."""
+        if not self.machine.arch.startswith("sm_"):
+            return 2
+        with torch.cuda.device(self.index):
+            kernel.run  # loads it, so that its registers are known
+        by_shared = (self.machine.shared + 1024) // (kernel.metadata.shared + 1024)
+        registers = max(16, -(-getattr(kernel, "n_regs", 128) // 8) * 8)
+        by_registers = 65536 // (registers * 32 * spec.warps)
+        return max(1, min(by_shared, by_registers, 4))
+
+    # ---- at every call
+
+    def __call__(self, call: Call) -> Any:
+        q, k, v, out = call.q, call.k, call.v, call.out
+        if out is None:
+            out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
+        lse = torch.empty(self.out_shape[:-1], dtype=torch.float32, device=self.device) if self.has_lse else None
+        if not self.empty:
+            if self.interpreted:
+                self._interpret(call, out, lse)
+            else:
+                self._launch(call, out, lse)
+        return (out, lse) if self.has_lse else out
+
+    def _numbers(self, call: Call) -> tuple[float, float, float, int, int]:
+        scale, v_factor = call.softmax_scale, 1.0
+        if call.k_scale is not None and not isinstance(call.k_scale, Tensor):
+            scale = scale * call.k_scale
+        if call.v_scale is not None and not isinstance(call.v_scale, Tensor):
+            v_factor = call.v_scale
+        # Windows wider than any sequence are cut, so that position + window stays an int32.
+        return scale, call.softcap, v_factor, min(call.window_left, 1 << 30), min(call.window_right, 1 << 30)
+
+    def _launch(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
+        if torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self._launch(call, out, lse)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if self.append is not None:
+            self.append(call, stream)
+        pq, pk, pv, po = call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()
+        variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k)
+        ready = self.variants.get(variant)
+        if ready is None:
+            ready = self.variants[variant] = self._prepare(*variant)
+        launch, floats, stats, counters = ready
+        pointers = [pq, pk, pv, po]
+        if lse is not None:
+            pointers.append(lse.data_ptr())
+        kept = None
+        for name, first in self.tensors:
+            t = getattr(call, name)
+            if first is not None:
+                t = first(t)
+                kept = (kept, t)  # alive until the launch is enqueued; the allocator is ordered by stream after that
+            pointers.append(t.data_ptr())
+        if floats:
+            space = workspace(self.device)
+            if torch._C._cuda_isCurrentStreamCapturing():
+                held = space.captured(floats + stats, counters)
+            else:
+                held = space.eager(stream, floats + stats, counters)
+            pointers += (held[2], held[2] + 4 * floats, held[3])
+        launch(stream, *pointers, *self._numbers(call))
+
+    def _interpret(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
+        if self.append is not None:
+            self.append(call, 0)
+        variant = (False, call.k.data_ptr() == call.v.data_ptr() and self.shape.v_in_k)
+        if variant not in self.variants:
+            self.variants[variant] = self._prepare(*variant)
+        launch, floats, stats, counters = self.variants[variant]
+        tensors = [call.q, _bytes(call.k), _bytes(call.v), out] + ([lse] if lse is not None else [])
+        tensors += [_bytes((first or (lambda x: x))(getattr(call, name))) for name, first in self.tensors]
+        if floats:
+            space = torch.empty(floats + stats)
+            tensors += [space, space[floats:], torch.zeros(counters, dtype=torch.int32)]
+        launch(0, *tensors, *self._numbers(call))
+
+
+class Append:
+    """Writes k_new and v_new of a paged call, or of cache_append, into the caches: one small launch."""
+
+    def __init__(self, call: Call | None, slots: tuple[Tensor, ...] | None = None):
+        self.interpreted = interpreting()
+        if call is not None:
+            k_new, v_new, k, v = call.k_new, call.v_new, call.k, call.v
+            ragged = call.cu_seqlens_q is not None
+            k_scale, v_scale, cos = call.k_scale, call.v_scale, call.rotary_cos
+            batch = call.kv_lens.shape[0]
+            names = ["block_table", "kv_lens"] + (["cu_seqlens_q"] if ragged else [])
+            dtypes = dict(table=call.block_table.dtype, kv_lens=call.kv_lens.dtype, cu_q=_dtype(call.cu_seqlens_q), slots=None)
+            table_b = call.block_table.stride(0) if _plain(call.block_table) else call.block_table.shape[1]
+            len_q = 0 if ragged else k_new.shape[1]
+            interleaved = call.rotary_interleaved
+        else:
+            k_new, v_new, k, v, mapping, k_scale, v_scale = slots
+            batch, names, len_q, table_b, cos, interleaved = 1, ["slot_mapping"], 0, 0, None, False
+            dtypes = dict(table=None, kv_lens=None, cu_q=None, slots=mapping.dtype)
+        self.names = names + [n for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, Tensor)]
+        self.names += ["rotary_cos", "rotary_sin"] if cos is not None else []
+        self.tokens = k_new.shape[0] * (k_new.shape[1] if k_new.dim() == 4 else 1)
+        heads = k_new.shape[-2]
+        self.index = k.device.index or 0
+        search = next(n for n in (16, 128, 1024) if batch < n or n == 1024)
+        spec = schedule.append_spec(
+            dtype=k_new.dtype, kv_dtype=k.dtype, d=k.shape[-1], dv=v.shape[-1], rotary=2 * cos.shape[1] if cos is not None else 0,
+            interleaved=interleaved, rotary_dtype=_dtype(cos), k_scale=isinstance(k_scale, Tensor), v_scale=isinstance(v_scale, Tensor),
+            search=search, **dtypes)  # fmt: skip
+        cos_s = (cos.stride(0) if _plain(cos) else cos.shape[1]) if cos is not None else 0
+        fixed = [*_row_strides(k_new), *_row_strides(v_new), *_row_strides(k), *_row_strides(v), table_b, *_scale_strides(k_scale),
+                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads]  # fmt: skip
+        grid = -(-self.tokens // dict(spec.constants)["BT"]) * heads
+        self.launch: Any = None
+        if grid:
+            if self.interpreted:
+                self.launch = Interpreted(spec, fixed, grid)
+            else:
+                kernel = _load(spec, self.index)
+                with torch.cuda.device(self.index):
+                    self.launch = Launch(kernel, spec, fixed, grid, self.index)
+
+    def __call__(self, call: Call, stream: int) -> None:
+        self.run(stream, (call.k_new, call.v_new, call.k, call.v), [getattr(call, name) for name in self.names], call.k_scale, call.v_scale)
+
+    def run(self, stream: int, tensors: tuple, more: list, k_scale: Any, v_scale: Any) -> None:
+        """Launches; tensors k_new, v_new, k, v, then the optional ones in the kernel's order."""
+        if self.launch is None:
+            return
+        divisors = [float(s) if s is not None and not isinstance(s, Tensor) else 1.0 for s in (k_scale, v_scale)]
+        more = [t if name in ("k_scale", "v_scale") or _plain(t) else t.contiguous() for name, t in zip(self.names, more)]
+        if self.interpreted:
+            self.launch(0, *(_bytes(t) for t in (*tensors, *more)), *divisors)
+        else:
+            self.launch(stream, *(t.data_ptr() for t in (*tensors, *more)), *divisors)
+
+
+class Merge:
+    """merge_states for stacked outs (n, ..., Hq, Dv) and lses (n, ..., Hq)."""
+
+    def __init__(self, outs: Tensor, lses: Tensor, sinks: Tensor | None):
+        self.interpreted = interpreting()
+        self.index = outs.device.index or 0
+        self.parts, self.heads, dv = outs.shape[0], outs.shape[-2], outs.shape[-1]
+        self.rows = lses[0].numel()
+        self.shape = outs.shape[1:]
+        self.launch: Any = None
+        if self.rows and dv:
+            spec = schedule.merge_spec(dtype=outs.dtype, sinks=_dtype(sinks), dv=dv)
+            fixed = [self.parts, self.rows, self.heads, dv]
+            grid = -(-self.rows // dict(spec.constants)["BR"])
+            if self.interpreted:
+                self.launch = Interpreted(spec, fixed, grid)
+            else:
+                kernel = _load(spec, self.index)
+                with torch.cuda.device(self.index):
+                    self.launch = Launch(kernel, spec, fixed, grid, self.index)
+
+    def __call__(self, outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        outs, lses = outs.contiguous(), lses.contiguous()
+        out = torch.empty(self.shape, dtype=outs.dtype, device=outs.device)
+        lse = torch.empty(self.shape[:-1], dtype=torch.float32, device=outs.device)
+        if self.launch is not None:
+            tensors = [outs, lses] + ([sinks.contiguous()] if sinks is not None else []) + [out, lse]
+            if self.interpreted:
+                self.launch(0, *tensors)
+            else:
+                with torch.cuda.device(self.index):
+                    self.launch(torch._C._cuda_getCurrentRawStream(self.index), *(t.data_ptr() for t in tensors))
+        return out, lse

@@ -1,0 +1,783 @@
+"""The Triton kernels: one attention kernel for every layout and length, and three small ones beside it.
+
+    attend        dense, varlen and paged; prefill tiles, split decode, or both in one launch
+    append        new keys and values into a paged cache: rotary, scale, 8-bit rounding
+    merge         exact merge of partial results
+    (the tables of block sizes are in tuning.yaml, everything about launching in launch.py)
+
+Computes   out[i, h] = sum_j softmax_j(rule(scale * q[i, h] . k[j, h / G])) v[j, h / G]; SPEC.md's rules C-*.
+Rows       The G query heads of one kv head are packed into rows: row r of a sequence is query r // G, head r % G. So decode
+           fills matrix tiles (M is 16 at least), and a prefill tile loads K and V once for all G heads.
+Tiles      BM rows by BN keys. Keys that no row of the tile sees are not visited; tiles that every row sees in full
+           run in a loop without masks, the rest (diagonal, window edge, last keys) in a second loop with them.
+Schedule   A tile program owns BM rows of one kv head and walks all their keys. A split program owns a part of the keys
+           (an "item"); which one is computed by every program for itself from the lengths on the device, so no host sync
+           and no plan. The last item of a row block to arrive merges the parts, in the order of the keys: same bits always.
+Memory     Every offset that multiplies a stride is 64-bit. Keys outside a sequence, or outside what its window sees, are
+           never loaded (they may hold NaN); neither are table entries for them.
+Numerics   Accumulates in float32. The maximum is kept unscaled, and p = exp2((s - m) * c): subtract first, so that huge
+           logits cannot overflow through a fused multiply-add. float32 inputs use float32 arithmetic (IEEE).
+Cost       Decode is bound by the bytes of K and V; prefill by the matrix units and exp2.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# ---- 8-bit floats, by arithmetic: for hardware without a conversion, and for stores on all of it
+
+
+@triton.jit
+def decode_fp8(x, KIND: tl.constexpr):
+    """uint8 bit patterns to float32; exact."""
+    x = x.to(tl.int32)
+    sign = (x & 0x80) << 24
+    body = x & 0x7F
+    if KIND == "e4m3fn":
+        y = (sign | (body << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: exponent bias 127 - 7
+        return tl.where(body == 0x7F, float("nan"), y)
+    elif KIND == "e5m2":
+        y = (sign | (body << 21)).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
+        y = tl.where(body == 0x7C, tl.where(sign == 0, float("inf"), float("-inf")), y)
+        return tl.where(body > 0x7C, float("nan"), y)
+    elif KIND == "e4m3fnuz":
+        y = (sign | (body << 20)).to(tl.float32, bitcast=True) * 6.64613997892458e35  # 2^119
+        return tl.where(x == 0x80, float("nan"), y)
+    else:
+        tl.static_assert(KIND == "e5m2fnuz")
+        y = (sign | (body << 21)).to(tl.float32, bitcast=True) * 2.596148429267414e33  # 2^111
+        return tl.where(x == 0x80, float("nan"), y)
+
+
+@triton.jit
+def encode_fp8(x, KIND: tl.constexpr):
+    """float32 to uint8 bit patterns: round to nearest even, saturate, NaN stays NaN."""
+    MANTISSA: tl.constexpr = 3 if (KIND == "e4m3fn" or KIND == "e4m3fnuz") else 2
+    BIAS: tl.constexpr = 7 if KIND == "e4m3fn" else (15 if KIND == "e5m2" else (8 if KIND == "e4m3fnuz" else 16))
+    LARGEST: tl.constexpr = 448.0 if KIND == "e4m3fn" else (240.0 if KIND == "e4m3fnuz" else 57344.0)
+    UNSIGNED_ZERO: tl.constexpr = KIND == "e4m3fnuz" or KIND == "e5m2fnuz"
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    EXPONENT_GAP: tl.constexpr = (127 - BIAS) << MANTISSA
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    UNITS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)  # 1 / the smallest subnormal
+    a = tl.minimum(tl.abs(x), LARGEST)
+    bits = a.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - EXPONENT_GAP
+    tiny = ((a * UNITS + 8388608.0) - 8388608.0).to(tl.int32)  # adding 2^23 rounds to an integer, to nearest even
+    code = tl.where(a < SMALLEST_NORMAL, tiny, normal)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    if UNSIGNED_ZERO:
+        sign = tl.where(code == 0, 0, sign)
+        return tl.where(x != x, 0x80, code | sign).to(tl.uint8)
+    else:
+        return tl.where(x != x, 0x7F, code | sign).to(tl.uint8)
+
+
+@triton.jit
+def widened(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile of K or V in the dtype that the matrix units take."""
+    if FORMAT == "same":
+        return x
+    elif FORMAT == "native":
+        return x.to(DTYPE)
+    else:
+        return decode_fp8(x, FORMAT).to(DTYPE)
+
+
+@triton.jit
+def product(a, b, acc, IEEE: tl.constexpr):
+    """acc + a @ b in float32. IEEE: no TF32, and the only way that is right for bfloat16 in the interpreter."""
+    if IEEE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def tanh(x):
+    """Exact at both ends: no overflow for large |x|, a series where 1 - 2 / (e + 1) would cancel."""
+    y = x * x
+    series = x * (1.0 + y * (-0.3333333333 + y * (0.1333333333 + y * (-0.05396825397 + y * 0.02186948854))))
+    return tl.where(y < 0.09, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+# ---- rotary
+
+
+@triton.jit
+def rotated(x_ptr, x_at, dims, mask, position, cos, sin, cos_s, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows x_ptr[x_at, dims] in float32, their first ROTARY dims turned by each row's position."""
+    x = tl.load(x_ptr + x_at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    HALF: tl.constexpr = ROTARY // 2
+    if INTERLEAVED:
+        partner = dims ^ 1
+        angle = dims // 2
+        negative = (dims % 2) == 0
+    else:
+        partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
+        angle = tl.where(dims < HALF, dims, dims - HALF)
+        negative = dims < HALF
+    turns = dims < ROTARY
+    m = mask & turns[None, :]
+    y = tl.load(x_ptr + x_at[:, None] + partner[None, :], mask=m, other=0.0).to(tl.float32)
+    at = tl.maximum(position, 0)[:, None] * cos_s + angle[None, :]
+    c = tl.load(cos + at, mask=m, other=1.0).to(tl.float32)
+    s = tl.load(sin + at, mask=m, other=0.0).to(tl.float32)
+    return x * c + tl.where(negative, -1.0, 1.0)[None, :] * y * s
+
+
+# ---- addresses of keys
+
+
+@triton.jit
+def table_slot(n, cols, page_size, PAGE: tl.constexpr):
+    """Where in its table row the pages of keys n + cols stand: one entry if a tile lies in one page (PAGE -1)."""
+    if PAGE == -1:
+        return n // page_size
+    elif PAGE > 0:
+        return n // PAGE + cols // PAGE
+    else:
+        return (n + cols) // page_size
+
+
+@triton.jit
+def key_rows(base, pages, n, cols, page_stride, row_stride, page_size, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Pointers to the rows of keys n + cols; n is a multiple of BN. WIDE: offsets inside a tile need 64 bits too."""
+    if PAGED and PAGE != -1:
+        if PAGE > 0:
+            inside = cols % PAGE
+        else:
+            inside = (n + cols) % page_size
+        return base + (pages.to(tl.int64) * page_stride + inside * row_stride)
+    else:
+        if PAGED:
+            start = base + (pages.to(tl.int64) * page_stride + (n % page_size) * row_stride)
+        else:
+            start = base + n * row_stride
+        if WIDE:
+            return start + cols * row_stride
+        else:
+            return start + cols * row_stride.to(tl.int32)
+
+
+# ---- the walk over keys
+
+
+@triton.jit
+def step(
+    acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, k_lo, k_hi, c, cap, slope, bias_row, bias_k, row_ok,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
+    MASKED: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: S = Q K^T, rules, online softmax, O += P V."""
+    dims = tl.arange(0, BD)
+    v_dims = tl.arange(0, BDV)
+    j = n + cols
+    inside = (j >= k_lo) & (j < k_hi)
+    k_at = k_row[:, None] + dims[None, :]
+    if MASKED:
+        k_raw = tl.load(k_at, mask=inside[:, None] & (dims[None, :] < D), other=0.0)
+    elif BD > D:
+        k_raw = tl.load(k_at, mask=dims[None, :] < D, other=0.0)
+    else:
+        k_raw = tl.load(k_at)
+    k = widened(k_raw, FORMAT, q.dtype)
+    s = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), IEEE)
+    if BD2 > 0:
+        dims2 = BD + tl.arange(0, BD2)
+        k2_at = k_row[:, None] + dims2[None, :]
+        if MASKED:
+            k2 = tl.load(k2_at, mask=inside[:, None] & (dims2[None, :] < D), other=0.0)
+        elif BD + BD2 > D:
+            k2 = tl.load(k2_at, mask=dims2[None, :] < D, other=0.0)
+        else:
+            k2 = tl.load(k2_at)
+        s = product(q2, tl.trans(widened(k2, FORMAT, q.dtype)), s, IEEE)
+
+    if SOFTCAP or ALIBI or BIAS != "none":
+        s = s * c  # in units of log 2
+        if SOFTCAP:
+            s = cap * tanh(s / cap)
+        if ALIBI:
+            s = s - slope[:, None] * tl.abs(pos[:, None] - j[None, :]).to(tl.float32)
+        if BIAS != "none":
+            b = tl.load(bias_row[:, None] + j[None, :] * bias_k, mask=row_ok[:, None] & inside[None, :], other=0)
+            if BIAS == "bool":
+                s = tl.where(b != 0, s, float("-inf"))
+            else:
+                s = s + b.to(tl.float32) * LOG2E
+        factor = 1.0
+    else:
+        factor = c  # applied after the subtraction: see Numerics
+    if MASKED:
+        ok = j[None, :] < row_hi[:, None]
+        if LEFT:
+            ok = ok & (j[None, :] >= row_lo[:, None])
+        s = tl.where(ok & (j >= k_lo)[None, :], s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    if MASKED or BIAS != "none":
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+    else:
+        base = new_top
+    p = tl.exp2((s - base[:, None]) * factor)
+    shrink = tl.exp2((top - base) * factor)
+    if DEFER:  # summed over keys once, at the end: saves an exchange between warps per tile
+        den = den * shrink[:, None] + p
+    else:
+        den = den * shrink + tl.sum(p, 1)
+    if V_IN_K:
+        v = k
+    else:
+        v_at = v_row[:, None] + v_dims[None, :]
+        if MASKED:
+            v = tl.load(v_at, mask=inside[:, None] & (v_dims[None, :] < DV), other=0.0)
+        elif BDV > DV:
+            v = tl.load(v_at, mask=v_dims[None, :] < DV, other=0.0)
+        else:
+            v = tl.load(v_at)
+        v = widened(v, FORMAT, q.dtype)
+    acc = product(p.to(q.dtype), v, acc * shrink[:, None], IEEE)
+    return acc, den, new_top
+
+
+@triton.jit
+def walk(
+    q_ptr, k_ptr, v_ptr, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
+    c, cap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
+    G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
+    BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
+):  # fmt: skip
+    """Rows row0 .. row0 + BM of one kv head over keys lo .. hi. Pointers stand at the sequence (bias: at its batch entry),
+    k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the maximum in units of log 2."""
+    rows = row0 + tl.arange(0, BM)
+    cols = tl.arange(0, BN)
+    i = rows // G
+    head = kvh * G + rows % G
+    row_ok = rows < len_q * G
+    shift = len_k - len_q
+    pos = i + shift
+
+    dims = tl.arange(0, BD)
+    q_at = i * q_s + head * q_h
+    mask = row_ok[:, None] & (dims[None, :] < D)
+    if ROTARY > 0:
+        q = rotated(q_ptr, q_at, dims, mask, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED).to(q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(q_ptr + (q_at[:, None] + dims[None, :]), mask=mask, other=0.0)
+    q2 = q
+    if BD2 > 0:
+        dims2 = BD + tl.arange(0, BD2)
+        mask2 = row_ok[:, None] & (dims2[None, :] < D)
+        if ROTARY > 0:
+            q2 = rotated(q_ptr, q_at, dims2, mask2, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED).to(q_ptr.dtype.element_ty)
+        else:
+            q2 = tl.load(q_ptr + (q_at[:, None] + dims2[None, :]), mask=mask2, other=0.0)
+
+    PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or BIAS != "none")
+    if PLAIN:  # the maximum is taken before scaling, which needs a positive scale: its sign goes into q
+        if c < 0:
+            q = -q
+            q2 = -q2
+        c = tl.maximum(tl.abs(c), 1e-30)  # a scale of 0: every visible key weighs the same, -inf stays -inf
+    slope = rows.to(tl.float32)
+    if ALIBI:
+        slope = tl.load(alibi + head, mask=row_ok, other=0.0) * LOG2E
+    bias_row = i  # unused unless there is a bias
+    if BIAS != "none":
+        bias_row = bias + (head * bias_h + i * bias_q)
+
+    # what the rows see, what all of them see
+    first = row0 // G
+    last = (tl.minimum(row0 + BM, len_q * G) - 1) // G
+    row_hi = pos * 0 + hi
+    row_lo = pos * 0 + lo
+    full_lo = lo
+    if RIGHT:
+        row_hi = tl.minimum(row_hi, pos + (window_right + 1))
+        full_hi = tl.minimum(hi, first + shift + window_right + 1)
+        hi = tl.minimum(hi, last + shift + window_right + 1)
+    else:
+        full_hi = hi
+    if LEFT:
+        row_lo = tl.maximum(row_lo, pos - window_left)
+        full_lo = tl.maximum(lo, last + shift - window_left)
+        lo = tl.maximum(lo, first + shift - window_left)
+    start = lo // BN * BN
+    end = tl.maximum(hi, start)
+    full_start = tl.cdiv(full_lo, BN) * BN
+    full_end = full_hi // BN * BN
+    if full_end <= full_start:
+        full_start = start
+        full_end = start
+
+    acc = tl.zeros([BM, BDV], tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    if DEFER:
+        den = tl.zeros([BM, BN], tl.float32)
+    else:
+        den = tl.zeros([BM], tl.float32)
+
+    pages = cols
+    if PAGED:  # looked up one tile ahead, so that no load of keys waits for its page
+        at = table_slot(full_start, cols, page_size, PAGE)
+        if PAGE == -1:
+            pages = tl.load(table + at, mask=full_start < full_end, other=0)
+        else:
+            pages = tl.load(table + at, mask=full_start + cols < full_end, other=0)
+    for n in tl.range(full_start, full_end, BN):
+        k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+        v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+        if PAGED:
+            at = table_slot(n + BN, cols, page_size, PAGE)
+            if PAGE == -1:
+                pages = tl.load(table + at, mask=n + BN < full_end, other=0)
+            else:
+                pages = tl.load(table + at, mask=n + BN + cols < full_end, other=0)
+        acc, den, top = step(
+            acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, c, cap, slope, bias_row, bias_k, row_ok,
+            D, DV, BD, BD2, BDV, False, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER)  # fmt: skip
+
+    # tiles before and after the full ones
+    before = (full_start - start) // BN
+    tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
+    for t in tl.range(0, tiles):
+        n = tl.where(t < before, start + t * BN, full_end + (t - before) * BN)
+        if PAGED:
+            at = table_slot(n, cols, page_size, PAGE)
+            if PAGE == -1:
+                pages = tl.load(table + at)
+            else:
+                pages = tl.load(table + at, mask=(n + cols >= lo) & (n + cols < hi), other=0)
+        k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+        v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+        acc, den, top = step(
+            acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, c, cap, slope, bias_row, bias_k, row_ok,
+            D, DV, BD, BD2, BDV, True, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER)  # fmt: skip
+
+    if DEFER:
+        den = tl.sum(den, 1)
+    if PLAIN:
+        top = tl.where(top == float("-inf"), top, top * c)
+    return acc, den, top
+
+
+@triton.jit
+def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_q, G: tl.constexpr, R: tl.constexpr,
+           DV: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
+    """Sink, division, stores. out stands at the sequence, lse at its first row."""
+    rows = row0 + tl.arange(0, R)
+    dims = tl.arange(0, BDV)
+    i = rows // G
+    head = kvh * G + rows % G
+    ok = rows < len_q * G
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=ok, other=float("-inf")).to(tl.float32) * LOG2E
+        largest = tl.maximum(top, sink)
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(top - base)
+        acc = acc * shrink[:, None]
+        den = den * shrink + tl.exp2(sink - base)
+        top = largest
+    acc = acc * (v_factor / tl.where(den == 0.0, 1.0, den))[:, None]
+    o_at = out + (i * o_s + head * o_h)[:, None] + dims[None, :]
+    tl.store(o_at, acc.to(out.dtype.element_ty), mask=ok[:, None] & (dims[None, :] < DV))
+    if lse is not None:
+        value = tl.where(den == 0.0, float("-inf"), (top + tl.log2(den)) * LN2)
+        tl.store(lse + (i * heads_q + head), value, mask=ok)
+
+
+@triton.jit
+def program(
+    pid,
+    q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+    scale, softcap, v_factor, window_left, window_right,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
+    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits,
+    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr, SEARCH: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
+    IEEE: tl.constexpr, DEFER: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One tile program or one split program. Of ragged sequences, tile programs skip those of SKIP_TO rows or fewer, and
+    split programs take those of TAKE_TO rows or fewer (0: all)."""
+    # 64 bits whatever the launcher made of small numbers (the interpreter makes int32 of them)
+    q_b, q_s, q_h = q_b.to(tl.int64), q_s.to(tl.int64), q_h.to(tl.int64)
+    k_b, k_s, k_h = k_b.to(tl.int64), k_s.to(tl.int64), k_h.to(tl.int64)
+    v_b, v_s, v_h = v_b.to(tl.int64), v_s.to(tl.int64), v_h.to(tl.int64)
+    o_b, o_s, o_h = o_b.to(tl.int64), o_s.to(tl.int64), o_h.to(tl.int64)
+    table_b, cos_s = table_b.to(tl.int64), cos_s.to(tl.int64)
+    bias_b, bias_h, bias_q, bias_k = bias_b.to(tl.int64), bias_h.to(tl.int64), bias_q.to(tl.int64), bias_k.to(tl.int64)
+
+    # -- which rows, which keys
+    start = 0  # item number of the sequence's first item
+    pairs = 0  # row blocks x kv heads of the sequence
+    splits = 1
+    live = pid >= 0
+    if SPLIT:
+        if BB > 0:  # lengths differ: every program solves for the common chunk of keys, then finds its own item
+            bs = tl.arange(0, BB)
+            valid = bs < batch
+            lq = tl.zeros([BB], tl.int32) + len_q
+            if cu_q is not None:
+                lq = (tl.load(cu_q + bs + 1, mask=valid, other=0) - tl.load(cu_q + bs, mask=valid, other=0)).to(tl.int32)
+            lk = tl.zeros([BB], tl.int32) + len_k
+            if kv_lens is not None:
+                lk = tl.maximum(tl.load(kv_lens + bs, mask=valid, other=0).to(tl.int32), 0)
+            elif cu_k is not None:
+                lk = (tl.load(cu_k + bs + 1, mask=valid, other=0) - tl.load(cu_k + bs, mask=valid, other=0)).to(tl.int32)
+            row_count = tl.where(valid, lq * G, 0)
+            if TAKE_TO > 0:
+                row_count = tl.where(row_count <= TAKE_TO, row_count, 0)
+            first_key = tl.zeros([BB], tl.int32)
+            if LEFT:
+                first_key = tl.maximum(lk - lq - window_left, 0) // BN * BN
+            tiles = (tl.maximum(lk - first_key, 0) + BN - 1) // BN
+            pair_counts = (row_count + BM - 1) // BM * heads_kv
+            if fixed_chunk > 0:
+                chunk = tl.zeros([BB], tl.int32) + fixed_chunk
+            elif fixed_splits > 0:
+                chunk = (tiles + fixed_splits - 1) // fixed_splits
+            else:
+                total = tl.sum(pair_counts * tiles)
+                chunk = tl.zeros([BB], tl.int32) + tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32))
+            chunk = tl.maximum(chunk, 1)
+            counts = tl.maximum((tiles + chunk - 1) // chunk, 1)
+            items = pair_counts * counts
+            ends = tl.cumsum(items, 0)
+            live = pid < tl.max(ends, 0)
+            b = tl.sum((ends <= pid).to(tl.int32), 0)
+            start = tl.max(tl.where(ends <= pid, ends, 0), 0)
+            here = bs == b
+            splits = tl.sum(tl.where(here, counts, 0), 0)
+            pairs = tl.sum(tl.where(here, pair_counts, 0), 0)
+            if cu_q is not None:
+                len_q = tl.sum(tl.where(here, lq, 0), 0)
+            len_k = tl.sum(tl.where(here, lk, 0), 0)
+        else:  # equal lengths, or too many sequences to search: then unsplit
+            if TAKE_TO > 0:
+                pairs = heads_kv  # those that it takes are one block of rows
+            else:
+                pairs = (len_q * G + BM - 1) // BM * heads_kv
+            if kv_lens is None and cu_k is None and cu_q is None:
+                first_key = 0
+                if LEFT:
+                    first_key = tl.maximum(len_k - len_q - window_left, 0) // BN * BN
+                tiles = (tl.maximum(len_k - first_key, 0) + BN - 1) // BN
+                if fixed_chunk > 0:
+                    chunk = fixed_chunk
+                elif fixed_splits > 0:
+                    chunk = tl.cdiv(tiles, fixed_splits)
+                else:
+                    total = batch * pairs * tiles
+                    chunk = tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32))
+                splits = tl.maximum(tl.cdiv(tiles, tl.maximum(chunk, 1)), 1)
+            b = pid // (pairs * splits)
+            start = b * (pairs * splits)
+        item = pid - start
+        pairs = tl.maximum(pairs, 1)
+        part = item // pairs
+        pair = item % pairs
+        block = pair // heads_kv
+        kvh = pair % heads_kv
+    else:
+        part = 0
+        pair = 0
+        if cu_q is not None:  # row blocks of sequence b start at number cu_q[b] * G // BM + b; last ones first (causal: longest)
+            kvh = pid % heads_kv
+            number = programs // heads_kv - 1 - pid // heads_kv
+            bs = tl.arange(0, SEARCH)
+            b = 0
+            for at in tl.range(0, batch, SEARCH):
+                starts = tl.load(cu_q + at + bs, mask=at + bs < batch, other=0).to(tl.int32) * G // BM + at + bs
+                b += tl.sum(((starts <= number) & (at + bs < batch)).to(tl.int32), 0)
+            b = b - 1
+            block = number - (tl.load(cu_q + b).to(tl.int32) * G // BM + b)
+        else:  # `group` kv heads at a time (their keys share the L2 cache), last row blocks first
+            blocks = (len_q * G + BM - 1) // BM
+            strip = pid // (group * blocks)
+            within = pid % (group * blocks)
+            width = tl.minimum(group, batch * heads_kv - strip * group)
+            both = strip * group + within % width
+            block = blocks - 1 - within // width
+            b = both // heads_kv
+            kvh = both % heads_kv
+    if live:
+        if not SPLIT or BB == 0:
+            if cu_q is not None:
+                len_q = (tl.load(cu_q + b + 1) - tl.load(cu_q + b)).to(tl.int32)
+            if kv_lens is not None:
+                len_k = tl.maximum(tl.load(kv_lens + b).to(tl.int32), 0)
+            elif cu_k is not None:
+                len_k = (tl.load(cu_k + b + 1) - tl.load(cu_k + b)).to(tl.int32)
+        row0 = block * BM
+        mine = row0 < len_q * G
+        if SKIP_TO > 0:
+            mine = mine & (len_q * G > SKIP_TO)
+        if TAKE_TO > 0:
+            mine = mine & (len_q * G <= TAKE_TO)
+        if mine:
+            lo = len_k * 0
+            hi = len_k
+            if SPLIT:
+                if splits > 1:
+                    if LEFT:
+                        lo = tl.maximum(len_k - len_q - window_left, 0) // BN * BN
+                    tiles_b = (tl.maximum(len_k - lo, 0) + BN - 1) // BN
+                    if fixed_chunk > 0:
+                        mine_tiles = fixed_chunk
+                    else:
+                        mine_tiles = tl.cdiv(tiles_b, splits)  # even parts
+                    lo = lo + part * mine_tiles * BN
+                    hi = tl.minimum(lo + mine_tiles * BN, len_k)
+
+            # -- pointers of this sequence and kv head
+            wide = b.to(tl.int64)
+            q_first = wide * 0
+            if cu_q is not None:
+                q_first = tl.load(cu_q + b).to(tl.int64)
+                q = q + q_first * q_s
+                out = out + q_first * o_s
+            else:
+                q = q + wide * q_b
+                out = out + wide * o_b
+                q_first = wide * len_q
+            if lse is not None:
+                lse = lse + q_first * (heads_kv * G)
+            k = k + kvh * k_h
+            v = v + kvh * v_h
+            if PAGED:
+                table = table + wide * table_b
+            elif cu_k is not None:
+                k_first = tl.load(cu_k + b).to(tl.int64)
+                k = k + k_first * k_s
+                v = v + k_first * v_s
+            else:
+                k = k + wide * k_b
+                v = v + wide * v_b
+            if BIAS != "none":
+                bias = bias + wide * bias_b
+            if alibi is not None:
+                alibi = alibi + b * alibi_b
+            c = scale * LOG2E
+            if k_scale is not None:
+                c = c * tl.load(k_scale + b * ks_b + kvh * ks_h)
+            if v_scale is not None:
+                v_factor = v_factor * tl.load(v_scale + b * vs_b + kvh * vs_h)
+
+            acc, den, top = walk(
+                q, k, v, table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
+                c, softcap * LOG2E, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
+                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
+                FORMAT, V_IN_K, IEEE, DEFER)  # fmt: skip
+
+            if SPLIT:
+                if splits > 1:
+                    # -- store the part; the last to arrive merges all of them, in order
+                    rows = tl.arange(0, BM)
+                    dims = tl.arange(0, BDV)
+                    ok = row0 + rows < len_q * G
+                    slot = (pid.to(tl.int64) * BM + rows)
+                    tl.store(parts + slot[:, None] * BDV + dims[None, :], acc, mask=ok[:, None])
+                    tl.store(stats + slot * 2, top, mask=ok)
+                    tl.store(stats + slot * 2 + 1, den, mask=ok)
+                    tl.debug_barrier()  # all stores of this program before its arrival
+                    arrived = tl.atomic_add(counters + start + pair, 1, sem="acq_rel", scope="gpu")
+                    if arrived == splits - 1:
+                        tl.debug_barrier()
+                        tl.store(counters + start + pair, 0)  # ready for the next launch
+                        for r in tl.range(0, BM, MERGE_ROWS):
+                            if row0 + r < len_q * G:
+                                mrows = r + tl.arange(0, MERGE_ROWS)
+                                mok = row0 + mrows < len_q * G
+                                macc = tl.zeros([MERGE_ROWS, BDV], tl.float32)
+                                mden = tl.zeros([MERGE_ROWS], tl.float32)
+                                mtop = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+                                for at in tl.range(0, splits, MERGE_PARTS):
+                                    ps = at + tl.arange(0, MERGE_PARTS)
+                                    there = (ps < splits)[:, None] & mok[None, :]
+                                    from_slot = (start + ps * pairs + pair).to(tl.int64)[:, None] * BM + mrows[None, :]
+                                    t = tl.load(stats + from_slot * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                                    d = tl.load(stats + from_slot * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                                    x = tl.load(parts + from_slot[:, :, None] * BDV + dims[None, None, :], mask=there[:, :, None], other=0.0,
+                                                cache_modifier=".cg")  # fmt: skip
+                                    new = tl.maximum(mtop, tl.max(t, 0))
+                                    base = tl.where(new == float("-inf"), 0.0, new)
+                                    w = tl.exp2(t - base[None, :])
+                                    shrink = tl.exp2(mtop - base)
+                                    mden = mden * shrink + tl.sum(w * d, 0)
+                                    macc = macc * shrink[:, None] + tl.sum(w[:, :, None] * x, 0)
+                                    mtop = new
+                                finish(macc, mden, mtop, out, lse, sinks, v_factor, o_s, o_h, row0 + r, kvh, len_q, heads_kv * G, G, MERGE_ROWS,
+                                       DV, BDV)  # fmt: skip
+                else:
+                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV)
+            else:
+                finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV)
+
+
+@triton.jit
+def attend(
+    q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+    scale, softcap, v_factor, window_left, window_right,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
+    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits,
+    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr, SEARCH: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
+    V_IN_K: tl.constexpr, IEEE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """MODE "tiles", "splits", or "both": programs below `programs` are tile programs, the rest split programs. The arguments up
+    to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
+
+    q_b, q_s, q_h ...: strides of batch entry (page), row and head. k_scale and v_scale have strides (batch, head)."""
+    pid = tl.program_id(0)
+    if MODE != "splits":
+        if MODE == "tiles" or pid < programs:
+            program(
+                pid,
+                q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+                scale, softcap, v_factor, window_left, window_right,
+                q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
+                ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
+                fixed_splits, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+    if MODE != "tiles":
+        if MODE == "splits" or pid >= programs:
+            program(
+                pid - programs,
+                q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+                scale, softcap, v_factor, window_left, window_right,
+                q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
+                ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
+                fixed_splits, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
+                SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16, MERGE_ROWS,
+                MERGE_PARTS)  # fmt: skip
+
+
+# ---- the small ones
+
+
+@triton.jit
+def append(
+    k_new, v_new, k, v, table, kv_lens, cu_q, slots, k_scale, v_scale, cos, sin,
+    k_divisor, v_divisor,
+    kn_b, kn_s, kn_h, vn_b, vn_s, vn_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b, ks_b, ks_h, vs_b, vs_h, cos_s,
+    batch, len_q, page_size, tokens, heads,
+    BT: tl.constexpr, BB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Writes new keys and values into a paged cache: stored = x / scale, after rotary. One program a kv head and BT tokens.
+
+    With `slots`, token t goes to slot slots[t] (page * page_size + offset; negative: nowhere). Else it is one of the last
+    tokens of its sequence, and goes to position kv_lens[b] - Lq + i (negative: nowhere) through the table."""
+    pid = tl.program_id(0)
+    kn_b, kn_s, kn_h = kn_b.to(tl.int64), kn_s.to(tl.int64), kn_h.to(tl.int64)
+    vn_b, vn_s, vn_h = vn_b.to(tl.int64), vn_s.to(tl.int64), vn_h.to(tl.int64)
+    k_b, k_s, k_h = k_b.to(tl.int64), k_s.to(tl.int64), k_h.to(tl.int64)
+    v_b, v_s, v_h = v_b.to(tl.int64), v_s.to(tl.int64), v_h.to(tl.int64)
+    table_b, cos_s = table_b.to(tl.int64), cos_s.to(tl.int64)
+    head = pid % heads
+    t = pid // heads * BT + tl.arange(0, BT)
+    ok = t < tokens
+    if slots is not None:
+        slot = tl.load(slots + t, mask=ok, other=-1).to(tl.int64)
+        ok = ok & (slot >= 0)
+        page = slot // page_size
+        inside = slot % page_size
+        position = inside
+        k_at = t * kn_s
+        v_at = t * vn_s
+        b = t * 0
+    else:
+        if cu_q is not None:
+            b = t * 0 - 1
+            bs = tl.arange(0, BB)
+            for at in tl.range(0, batch + 1, BB):
+                begins = tl.load(cu_q + at + bs, mask=at + bs <= batch, other=0).to(tl.int32)
+                b += tl.sum(((begins[None, :] <= t[:, None]) & (at + bs <= batch)[None, :]).to(tl.int32), 1)
+            ok = ok & (b < batch) & (b >= 0)  # rows past the last sequence belong to none
+            begin = tl.load(cu_q + b, mask=ok, other=0).to(tl.int32)
+            count = tl.load(cu_q + b + 1, mask=ok, other=0).to(tl.int32) - begin
+            i = t - begin
+            k_at = t * kn_s
+            v_at = t * vn_s
+        else:
+            b = t // len_q
+            i = t % len_q
+            count = len_q
+            k_at = b * kn_b + i * kn_s
+            v_at = b * vn_b + i * vn_s
+        position = tl.load(kv_lens + b, mask=ok, other=0).to(tl.int32) - count + i
+        ok = ok & (position >= 0)
+        page = tl.load(table + b * table_b + position // page_size, mask=ok, other=0).to(tl.int64)
+        inside = (position % page_size).to(tl.int64)
+    k_factor = k_divisor
+    v_factor = v_divisor
+    k_by = tl.zeros([BT], tl.float32) + k_factor
+    v_by = tl.zeros([BT], tl.float32) + v_factor
+    if k_scale is not None:
+        k_by = tl.load(k_scale + b * ks_b + head * ks_h, mask=ok, other=1.0)
+    if v_scale is not None:
+        v_by = tl.load(v_scale + b * vs_b + head * vs_h, mask=ok, other=1.0)
+    dims = tl.arange(0, BD)
+    mask = ok[:, None] & (dims[None, :] < D)
+    if ROTARY > 0:
+        x = rotated(k_new, k_at + head * kn_h, dims, mask, position, cos, sin, cos_s, D, ROTARY, INTERLEAVED)
+    else:
+        x = tl.load(k_new + (k_at + head * kn_h)[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    v_dims = tl.arange(0, BDV)
+    v_mask = ok[:, None] & (v_dims[None, :] < DV)
+    y = tl.load(v_new + (v_at + head * vn_h)[:, None] + v_dims[None, :], mask=v_mask, other=0.0).to(tl.float32)
+    x = tl.div_rn(x, tl.broadcast_to(k_by[:, None], [BT, BD]))
+    y = tl.div_rn(y, tl.broadcast_to(v_by[:, None], [BT, BDV]))
+    k_to = k + (page * k_b + inside * k_s + head * k_h)[:, None] + dims[None, :]
+    v_to = v + (page * v_b + inside * v_s + head * v_h)[:, None] + v_dims[None, :]
+    if FORMAT == "same":
+        tl.store(k_to, x.to(k.dtype.element_ty), mask=mask)
+        tl.store(v_to, y.to(v.dtype.element_ty), mask=v_mask)
+    else:
+        tl.store(k_to, encode_fp8(x, FORMAT), mask=mask)
+        tl.store(v_to, encode_fp8(y, FORMAT), mask=v_mask)
+
+
+@triton.jit
+def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr):
+    """outs (parts, rows, DV) and lses (parts, rows) contiguous, in natural logarithms; row r is head r % heads."""
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    dims = tl.arange(0, BDV)
+    ok = r < rows
+    mask = ok[:, None] & (dims[None, :] < DV)
+    top = tl.full([BR], float("-inf"), tl.float32)
+    den = tl.zeros([BR], tl.float32)
+    acc = tl.zeros([BR, BDV], tl.float32)
+    for s in tl.range(0, parts):
+        at = r + s * rows.to(tl.int64)
+        l = tl.load(lses + at, mask=ok, other=float("-inf")) * LOG2E
+        live = l != float("-inf")
+        x = tl.load(outs + at[:, None] * part_stride + dims[None, :], mask=mask & live[:, None], other=0.0).to(tl.float32)
+        new = tl.maximum(top, l)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        w = tl.exp2(l - base)
+        shrink = tl.exp2(top - base)
+        den = den * shrink + w
+        acc = acc * shrink[:, None] + x * w[:, None]
+        top = new
+    if sinks is not None:
+        sink = tl.load(sinks + r % heads, mask=ok, other=float("-inf")).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp2(top - base)
+        den = den * shrink + tl.exp2(sink - base)
+        acc = acc * shrink[:, None]
+        top = new
+    acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
+    tl.store(out + r[:, None] * DV + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + r, tl.where(den == 0.0, float("-inf"), (top + tl.log2(den)) * LN2), mask=ok)

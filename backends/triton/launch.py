@@ -1,0 +1,162 @@
+"""Compiling and launching Triton kernels: one compiled kernel a specialisation, launched through its function handle.
+
+Triton's own launcher costs 11 to 17 us a call on a fast host; a packed argument buffer and cuLaunchKernel (its HIP twin)
+through ctypes cost 2 to 3. Signatures are written here and never guessed from values, so what is compiled ahead of time in
+the tests is what runs. Triton's launcher stays as the fallback, and the interpreter (TRITON_INTERPRET=1) runs through it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from typing import Any, NamedTuple, Sequence
+
+import torch
+import triton
+
+POINTER = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+    torch.float8_e4m3fnuz: "*fp8e4b8", torch.float8_e5m2fnuz: "*fp8e5b16",
+}  # fmt: skip
+_FORMAT = {"i32": "i", "i64": "q", "fp32": "f"}
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter is on: kernels then run on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+class Spec(NamedTuple):
+    """One specialisation of a kernel: everything that its machine code depends on."""
+
+    name: str  # attend | append | merge
+    types: tuple[tuple[str, str], ...]  # runtime arguments, in order: ("q", "*bf16"), ("len_q", "i32")
+    constants: tuple[tuple[str, Any], ...]  # the others; None for an absent tensor
+    divisible: tuple[tuple[str, int], ...]  # arguments known to be multiples of a number
+    warps: int
+    stages: int
+
+
+def compiled(spec: Spec, target: Any = None) -> Any:
+    """The compiled kernel (triton.compiler.CompiledKernel) for a target, this machine's by default."""
+    from triton.compiler import ASTSource
+
+    from . import kernels
+
+    fn = getattr(kernels, spec.name)
+    index = {name: i for i, name in enumerate(fn.arg_names)}
+    signature = {name: "constexpr" for name in fn.arg_names} | dict(spec.types)
+    constants = {(index[name],): value for name, value in spec.constants}
+    attrs = {(index[name],): [["tt.divisibility", by]] for name, by in spec.divisible}
+    if target is None:
+        target = triton.runtime.driver.active.get_current_target()
+    options = {"num_warps": spec.warps, "num_stages": spec.stages}
+    return triton.compile(ASTSource(fn, signature, constants, attrs), target=target, options=options)
+
+
+class _Driver:
+    """cuLaunchKernel or hipModuleLaunchKernel: the same eleven arguments."""
+
+    def __init__(self):
+        hip = bool(getattr(torch.version, "hip", None))
+        windows = os.name == "nt"
+        name = ("amdhip64.dll" if windows else "libamdhip64.so") if hip else ("nvcuda.dll" if windows else "libcuda.so.1")
+        library = ctypes.CDLL(name)
+        self.launch = library.hipModuleLaunchKernel if hip else library.cuLaunchKernel
+        self.no_context = 201
+        self.launch.restype = ctypes.c_int
+
+
+_driver: _Driver | None | bool = None
+
+
+def driver() -> _Driver | None:
+    """The driver's launch function, or None where its library cannot be loaded (Triton's launcher serves then)."""
+    global _driver
+    if _driver is None:
+        try:
+            _driver = _Driver()
+        except (OSError, AttributeError):
+            _driver = False
+    return _driver or None
+
+
+class Launch:
+    """A compiled kernel with its arguments packed; `changing` of them, the first ones, are given at each call."""
+
+    def __init__(self, kernel: Any, spec: Spec, fixed: Sequence[float], grid: int, device: int):
+        self.kernel, self.spec, self.grid, self.device = kernel, spec, grid, device
+        self.fixed = tuple(fixed)
+        self.lock = threading.Lock()
+        kernel.run  # loads the binary: raises OutOfResources where it does not fit
+        self.driver = driver()
+        if self.driver is None or not isinstance(kernel.function, int) or _needs_scratch(kernel.metadata):
+            self.driver = None
+            return
+        codes = ["Q" if t.startswith("*") else _FORMAT[t] for _, t in spec.types]
+        changing = len(codes) - len(self.fixed)
+        # Natural alignment, as struct's native mode lays it out; two null pointers for Triton's scratch arguments.
+        offsets = [struct.calcsize("@" + "".join(codes[:i]) + "0" + code) for i, code in enumerate(codes)]
+        whole = struct.Struct("@" + "".join(codes) + "0Q" + "QQ")
+        self.buffer = ctypes.create_string_buffer(whole.size)
+        whole.pack_into(self.buffer, 0, *([0] * changing), *self.fixed, 0, 0)
+        offsets += [whole.size - 16, whole.size - 8]
+        self.pack = struct.Struct("@" + "".join(codes[:changing])).pack_into
+        base = ctypes.addressof(self.buffer)
+        self.pointers = (ctypes.c_void_p * len(offsets))(*(base + o for o in offsets))
+        meta = kernel.metadata
+        threads = meta.num_warps * meta.target.warp_size
+        one, u = ctypes.c_uint(1), ctypes.c_uint
+        self.function = ctypes.c_void_p(kernel.function)
+        self.shape = (u(grid), one, one, u(threads), one, one, u(meta.shared))
+        self.launch = self.driver.launch
+
+    def __call__(self, stream: int, *changing: float) -> None:
+        """Launches on a raw stream handle; pointers are ints."""
+        if self.driver is None:
+            self._through_triton(changing)
+            return
+        with self.lock:
+            self.pack(self.buffer, 0, *changing)
+            error = self.launch(self.function, *self.shape, ctypes.c_void_p(stream), self.pointers, None)
+        if error:
+            self._failed(error, stream, changing)
+
+    def _failed(self, error: int, stream: int, changing: tuple) -> None:
+        if error == self.driver.no_context:  # a thread that has not used the device yet
+            torch.cuda.set_device(self.device)
+            with self.lock:
+                self.pack(self.buffer, 0, *changing)
+                error = self.launch(self.function, *self.shape, ctypes.c_void_p(stream), self.pointers, None)
+        if error:
+            from portattn.errors import KernelError
+
+            raise KernelError(f"triton kernel {self.spec.name}: the driver refused the launch with error {error} (grid {self.grid})")
+
+    def _through_triton(self, changing: tuple) -> None:
+        values = iter((*changing, *self.fixed))
+        runtime = dict(self.spec.types)
+        constants = dict(self.spec.constants)
+        arguments = [next(values) if name in runtime else constants[name] for name in self.kernel.src.fn.arg_names]
+        self.kernel[(self.grid, 1, 1)](*arguments)
+
+
+def _needs_scratch(metadata: Any) -> bool:
+    return bool(getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
+                or getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False))  # fmt: skip
+
+
+class Interpreted:
+    """The same calls under TRITON_INTERPRET=1; pointers are tensors."""
+
+    def __init__(self, spec: Spec, fixed: Sequence[float], grid: int):
+        from . import kernels
+
+        self.fn, self.spec, self.fixed, self.grid = getattr(kernels, spec.name), spec, tuple(fixed), grid
+
+    def __call__(self, stream: int, *changing: Any) -> None:
+        values = dict(zip((name for name, _ in self.spec.types), (*changing, *self.fixed)))
+        self.fn[(self.grid,)](**values, **dict(self.spec.constants))

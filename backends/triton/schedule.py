@@ -1,0 +1,310 @@
+"""From a call to a launch: which mode, which blocks, how many programs; all from shapes, never from values on the device.
+
+    Machine   what the device offers: architecture, multiprocessors, shared memory, which 8-bit types it converts
+    Config    block sizes, from tuning.yaml
+    Shape     what a call's compiled kernel depends on; `attend_spec` turns it into a launch.Spec
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from .launch import POINTER, Spec
+
+SPLIT_ROWS = 64  # calls with at most this many packed rows a sequence run as split programs
+INVARIANT_KEYS = 1024  # batch_invariant: keys a part, whatever the batch
+FULL_WAVES = 4  # parts per resident program where there is work for many: the last wave is then short
+MAX_SEARCH = 1024  # sequences that a program searches at once for its item; larger batches are not split
+
+FORMATS = {
+    torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.float8_e4m3fnuz: "e4m3fnuz", torch.float8_e5m2fnuz: "e5m2fnuz",
+}  # fmt: skip
+
+
+class Machine(NamedTuple):
+    """arch "sm_90" or "gfx942" ("" under the interpreter); shared memory a program may use, in bytes."""
+
+    arch: str
+    multiprocessors: int
+    shared: int
+    wave: int = 32
+
+    def converts(self, dtype: torch.dtype) -> bool:
+        """Whether Triton converts this 8-bit type in hardware here; elsewhere the kernel does it by arithmetic."""
+        if self.arch.startswith("sm_"):
+            number = int("".join(c for c in self.arch[3:] if c.isdigit()))
+            return dtype == torch.float8_e5m2 or (dtype == torch.float8_e4m3fn and number >= 89)
+        if self.arch == "gfx942":
+            return dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+        if self.arch == "gfx950" or self.arch.startswith("gfx12"):
+            return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        return False
+
+
+class Config(NamedTuple):
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+
+    def smaller(self) -> "Config | None":
+        """The next configuration to try where this one needs too much shared memory."""
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        if self.bn > 16:
+            return self._replace(bn=self.bn // 2)
+        if self.bm > 16:
+            return self._replace(bm=self.bm // 2)
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def _tables(path: str) -> tuple[dict, ...]:
+    import yaml
+
+    with open(path, encoding="utf-8") as f:
+        return tuple(yaml.load(f, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+def tables() -> tuple[dict, ...]:
+    """This machine's own record, if `portattn tune` wrote one, then the shipped table."""
+    from portattn import config
+
+    own = os.path.join(config.cache_dir(), "triton-tuning.yaml")
+    shipped = os.path.join(os.path.dirname(__file__), "tuning.yaml")
+    return (_tables(own) if os.path.exists(own) else ()) + _tables(shipped)
+
+
+@functools.lru_cache(maxsize=None)
+def config_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> Config:
+    """The tuned configuration of "tiles" or "splits" (bm 0) for the padded head dim."""
+    size = next((c for c in (64, 128, 256) if head_dim <= c), 512)
+    key = kind + ("32" if is_float32 else "")
+    for table in tables():
+        if any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]) and size in table.get(key, {}):
+            found = table[key][size]
+            return Config(*found) if kind == "tiles" else Config(0, *found)
+    raise AssertionError(f"tuning.yaml has no {key} for {arch}")
+
+
+def pow2(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least n and least."""
+    return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def head_blocks(d: int) -> tuple[int, int]:
+    """Padded head dim as one power of two, or as two where that pads less: 192 is 128 + 64, 576 is 512 + 64."""
+    whole = pow2(d, 16)
+    half = whole // 2
+    if half >= 16 and d > half:
+        rest = pow2(d - half, 16)
+        if half + rest < whole:
+            return half, rest
+    return whole, 0
+
+
+class Shape(NamedTuple):
+    """What the machine code of `attend` depends on, besides block sizes."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    out_dtype: torch.dtype
+    native_fp8: bool
+    group: int
+    d: int
+    dv: int
+    layout: str
+    page_size: int
+    left: bool
+    right: bool
+    softcap: bool
+    bias: torch.dtype | None
+    alibi: bool
+    sinks: torch.dtype | None
+    lse: bool
+    rotary: int
+    rotary_dtype: torch.dtype | None
+    interleaved: bool
+    k_scale: bool
+    v_scale: bool
+    table_dtype: torch.dtype | None
+    kv_lens_dtype: torch.dtype | None
+    cu_q_dtype: torch.dtype | None
+    cu_k_dtype: torch.dtype | None
+    aligned: bool
+    v_in_k: bool
+    wide: bool
+    ieee: bool
+
+
+POINTERS = ("q", "k", "v", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks", "k_scale", "v_scale",
+            "cos", "sin", "parts", "stats", "counters")  # fmt: skip
+NUMBERS = (("scale", "fp32"), ("softcap", "fp32"), ("v_factor", "fp32"), ("window_left", "i32"), ("window_right", "i32"))
+STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b", "o_s", "o_h", "table_b", "bias_b", "bias_h", "bias_q",
+           "bias_k", "alibi_b", "ks_b", "ks_h", "vs_b", "vs_h", "cos_s")  # fmt: skip
+SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk", "fixed_splits")
+
+
+def _bias_kind(dtype: torch.dtype | None) -> str:
+    return "none" if dtype is None else "bool" if dtype in (torch.bool, torch.uint8) else "float"
+
+
+def page_kind(page_size: int, bn: int) -> int:
+    """The kernels' PAGE: -1 a tile of keys lies in one page, a power of two that divides BN, or 0 for any other size."""
+    if page_size % bn == 0:
+        return -1
+    return page_size if bn % page_size == 0 else 0
+
+
+def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, vector: bool, merge_rows: int) -> Spec:
+    """The specialisation of `attend`; search: sequences searched at once; vector: split programs solve over all of them;
+    merge_rows: rows that the last item of a block merges at a time."""
+    eight = s.kv_dtype in FORMATS
+    if not eight:
+        form, kv = "same", POINTER[s.kv_dtype]
+    elif s.native_fp8:
+        form, kv = "native", POINTER[s.kv_dtype]
+    else:
+        form, kv = FORMATS[s.kv_dtype], "*u8"
+    splits = mode != "tiles"
+    types = {
+        "q": POINTER[s.dtype], "k": kv, "v": kv, "out": POINTER[s.out_dtype], "lse": "*fp32" if s.lse else None,
+        "table": s.table_dtype and POINTER[s.table_dtype], "kv_lens": s.kv_lens_dtype and POINTER[s.kv_lens_dtype],
+        "cu_q": s.cu_q_dtype and POINTER[s.cu_q_dtype], "cu_k": s.cu_k_dtype and POINTER[s.cu_k_dtype],
+        "bias": s.bias and POINTER[s.bias], "alibi": "*fp32" if s.alibi else None, "sinks": s.sinks and POINTER[s.sinks],
+        "k_scale": "*fp32" if s.k_scale else None, "v_scale": "*fp32" if s.v_scale else None,
+        "cos": s.rotary_dtype and POINTER[s.rotary_dtype], "sin": s.rotary_dtype and POINTER[s.rotary_dtype],
+        "parts": "*fp32" if splits else None, "stats": "*fp32" if splits else None, "counters": "*i32" if splits else None,
+    }  # fmt: skip
+    bd, bd2 = head_blocks(s.d)
+    bdv = pow2(s.dv, 16)
+    v_in_k = s.v_in_k and bdv == bd
+    constants = {
+        "MODE": mode, "BM": tile.bm, "BN": tile.bn, "SPLIT_BM": split.bm, "SPLIT_BN": split.bn, "BB": search if vector else 0,
+        "SEARCH": search, "G": s.group, "D": s.d, "DV": s.dv, "BD": bd, "BD2": bd2, "BDV": bdv, "PAGED": s.layout == "paged",
+        "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
+        "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
+        "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
+        "V_IN_K": v_in_k, "IEEE": s.ieee, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+    }  # fmt: skip
+    runtime = [(name, types[name]) for name in POINTERS if types[name]]
+    constants |= {name: None for name in POINTERS if not types[name]}
+    runtime += [*NUMBERS, *((name, "i64") for name in STRIDES), *((name, "i32") for name in SIZES)]
+    divisible = [("parts", 16), ("stats", 16)] if splits else []
+    if s.aligned:
+        size = {"q": s.dtype.itemsize, "k": s.kv_dtype.itemsize, "v": s.kv_dtype.itemsize, "o": s.out_dtype.itemsize}
+        divisible += [(name, 16) for name in ("q", "k", "v", "out")]
+        divisible += [(f"{t}_{axis}", 16 // size[t]) for t in "qkvo" for axis in "bsh"]
+    warps = split.warps if mode == "splits" else tile.warps
+    stages = split.stages if mode == "splits" else tile.stages
+    return Spec("attend", tuple(runtime), tuple(constants.items()), tuple(divisible), warps, stages)
+
+
+class Grid(NamedTuple):
+    """Programs of one launch, and the numbers by which they find their work."""
+
+    programs: int  # tile programs
+    total: int
+    group: int
+    slots: int
+    budget: int
+    fixed_chunk: int
+    fixed_splits: int
+
+
+def grid_for(mode: str, tile: Config, split: Config, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None,
+             kv_bytes: int, slots: int, num_splits: int, invariant: bool, one_part: bool) -> Grid:  # fmt: skip
+    """How many programs; total_q is the number of ragged rows (None: max_q each), slots the programs resident at once."""
+    rows = max_q * group
+    programs, strip = 0, 1
+    if mode != "splits":
+        blocks = -(-rows // tile.bm)
+        if total_q is None:
+            programs = batch * heads_kv * blocks
+            strip = max(1, min(batch * heads_kv, (32 << 20) // max(1, kv_bytes)))  # their keys fit the L2 cache
+        else:
+            programs = (total_q * group // tile.bm + batch) * heads_kv
+    if mode == "tiles":
+        return Grid(programs, programs, strip, 1, 1, 0, 0)
+    blocks = 1 if mode == "both" else -(-rows // split.bm)
+    pairs = batch * heads_kv * blocks
+    if total_q is not None and mode == "splits":
+        pairs = min(pairs, (batch + total_q * group // split.bm) * heads_kv)
+    tiles = -(-max_k // split.bn)
+    chunk = parts = budget = 0
+    if one_part:
+        parts, items = 1, pairs
+    elif invariant:
+        chunk = max(1, INVARIANT_KEYS // split.bn)
+        items = pairs * max(1, -(-tiles // chunk))
+    elif num_splits:
+        parts = num_splits
+        items = pairs * min(parts, max(1, tiles))
+    else:
+        budget = slots * (FULL_WAVES if pairs * tiles > 32 * slots else 1)
+        items = pairs + min(budget, pairs * tiles)
+    return Grid(programs, programs + items, strip, slots, max(1, budget), chunk, parts)
+
+
+def pick_mode(tile: Config, machine: Machine, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None,
+              layout: str, head_dim: int, invariant: bool) -> str:  # fmt: skip
+    """"tiles", "splits" or "both". With batch_invariant it must not depend on the batch or on bounds."""
+    rows = max_q * group
+    if head_dim > 256:
+        return "splits"
+    if invariant:
+        return "both" if layout != "dense" else "splits" if rows <= SPLIT_ROWS else "tiles"
+    if rows <= SPLIT_ROWS:
+        return "splits"
+    blocks = batch * -(-rows // tile.bm) if total_q is None else total_q * group // tile.bm + batch
+    if blocks * heads_kv * 2 <= machine.multiprocessors and max_k >= 2048:
+        return "splits"
+    return "both" if total_q is not None and max_q != max_k else "tiles"
+
+
+def split_config(base: Config, tile: Config, mode: str, rows: int, group: int) -> Config:
+    """BM of split programs: the packed rows where they are few, else the tile's. In one launch both share warps and stages."""
+    if mode == "both":
+        return base._replace(bm=min(64, pow2(group, 16)), warps=tile.warps, stages=tile.stages)
+    return base._replace(bm=pow2(rows, 16)) if rows <= SPLIT_ROWS else tile
+
+
+def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, rotary: int, interleaved: bool, rotary_dtype: torch.dtype | None,
+                table: torch.dtype | None, kv_lens: torch.dtype | None, cu_q: torch.dtype | None, slots: torch.dtype | None,
+                k_scale: bool, v_scale: bool, search: int) -> Spec:  # fmt: skip
+    """The specialisation of `append`: into slots, or at the ends of the sequences of a table."""
+    eight = kv_dtype in FORMATS
+    kv = "*u8" if eight else POINTER[kv_dtype]
+    types = {
+        "k_new": POINTER[dtype], "v_new": POINTER[dtype], "k": kv, "v": kv, "table": table and POINTER[table],
+        "kv_lens": kv_lens and POINTER[kv_lens], "cu_q": cu_q and POINTER[cu_q], "slots": slots and POINTER[slots],
+        "k_scale": "*fp32" if k_scale else None, "v_scale": "*fp32" if v_scale else None,
+        "cos": rotary_dtype and POINTER[rotary_dtype], "sin": rotary_dtype and POINTER[rotary_dtype],
+    }  # fmt: skip
+    bd, bdv = pow2(d, 16), pow2(dv, 16)
+    constants = {name: None for name, kind in types.items() if not kind} | {
+        "BT": max(1, min(16, 4096 // max(bd, bdv))), "BB": search, "D": d, "DV": dv, "BD": bd, "BDV": bdv, "ROTARY": rotary,
+        "INTERLEAVED": interleaved, "FORMAT": FORMATS[kv_dtype] if eight else "same",
+    }  # fmt: skip
+    runtime = [(name, kind) for name, kind in types.items() if kind] + [("k_divisor", "fp32"), ("v_divisor", "fp32")]
+    runtime += [(name, "i64") for name in APPEND_STRIDES] + [(name, "i32") for name in APPEND_SIZES]
+    return Spec("append", tuple(runtime), tuple(constants.items()), (), 4, 1)
+
+
+APPEND_STRIDES = ("kn_b", "kn_s", "kn_h", "vn_b", "vn_s", "vn_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "table_b", "ks_b", "ks_h",
+                  "vs_b", "vs_h", "cos_s")  # fmt: skip
+APPEND_SIZES = ("batch", "len_q", "page_size", "tokens", "heads")
+
+
+def merge_spec(*, dtype: torch.dtype, sinks: torch.dtype | None, dv: int) -> Spec:
+    """The specialisation of `merge`."""
+    bdv = pow2(dv, 16)
+    runtime = [("outs", POINTER[dtype]), ("lses", "*fp32"), ("sinks", sinks and POINTER[sinks]), ("out", POINTER[dtype]), ("lse", "*fp32")]
+    constants = {name: None for name, kind in runtime if not kind} | {"BR": max(1, min(16, 4096 // bdv)), "DV": dv, "BDV": bdv}
+    types = [item for item in runtime if item[1]] + [("parts", "i32"), ("rows", "i32"), ("heads", "i32"), ("part_stride", "i64")]
+    return Spec("merge", tuple(types), tuple(constants.items()), (), 4, 1)
