@@ -51,11 +51,9 @@ def _forward_lengths(q, k, v, rules, lens, out, lse, limit) -> None:
     start = torch.arange(batch, device=q.device)
     fetch_k, fetch_v = (lengths.rows_of(x.flatten(0, 1), start * sk) for x in (k, v))
     ragged = lengths.Ragged(q.flatten(0, 1), start * sq, *lens, sq, sk)
-    lse.fill_(-INF)  # rows past a length keep it: they give no gradient
-    flat, flat_lse = torch.zeros_like(out.flatten(0, 1)), lse.view(-1, hq)
-    lengths.attend(ragged, k.shape[2], v.shape[3], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules, flat, flat_lse,
-                   limit or tiled.limits(q.device))
-    out.copy_(flat.view(out.shape))
+    # Rows past a length get lse -inf, and so give no gradient.
+    lengths.attend(ragged, k.shape[2], v.shape[3], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules,
+                   out.view(-1, hq, v.shape[3]), lse.view(-1, hq), limit or tiled.limits(q.device))
 
 
 def _backward(q, k, v, rules, lens, out, lse, d_out, d_lse, need, limit):

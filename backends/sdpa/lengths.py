@@ -61,9 +61,9 @@ def attend(r: Ragged, heads: int, dim_v: int, fetch: Fetch, rules: Rules, out: T
     work = arith.work_dtype(device, r.q.dtype)
     tile = tiled.Tile(r.q, rules, work, 0, 0, True)
     fetch_q = rows_of(r.q, r.starts)
-    # One row more than there is, for what padding computes.
-    kept = out.new_empty(total + 1, hq, dim_v)
-    kept_lse = torch.empty(total + 1, hq, dtype=torch.float32, device=device) if lse is not None else None
+    # One row more than there is, for what padding computes. Rows of no sequence stay (0, -inf).
+    kept = out.new_zeros(total + 1, hq, dim_v)
+    kept_lse = out.new_full((total + 1, hq), -INF, dtype=torch.float32) if lse is not None else None
     sinks2 = rules.sinks.unflatten(0, (heads, group)) if rules.sinks is not None else None
     for b0 in range(0, batch, nb_most):
         b = slice(b0, min(b0 + nb_most, batch))

@@ -104,7 +104,8 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
         else:
             mine = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + nb]
             chunked = rows <= few
-            direct = fast and rows == 1 and (mine is None or mine.dim() == 1 or nb == 1)
+            # The operator takes a mask of q's dtype only, at some sizes: too coarse for distances in 16 bits.
+            direct = fast and rows == 1 and (mine is None or q.dtype == torch.float32 and (mine.dim() == 1 or nb == 1))
             step = chunk if chunked else n - first
             states = []
             q_part = q[span].view(nb, rows, hq, dim)
