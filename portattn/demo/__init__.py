@@ -94,7 +94,7 @@ def _demo(args: argparse.Namespace, progress: _Progress) -> int:
     progress.show("loading the model", now=True)
     try:
         if args.random:
-            raise weights.ModelUnavailable("--random")
+            raise weights.ModelUnavailable("--random asks for it")
         name, model, tokenizer = weights.smollm2(dtype, device)
     except weights.ModelUnavailable as missing:
         progress.clear()
@@ -128,7 +128,8 @@ def _demo(args: argparse.Namespace, progress: _Progress) -> int:
     print(f"{name}, {str(dtype)[6:]} on {device}, {len(sequences)} prompts, at most {args.max_batch} at once{again}")
     print(f"prefill   {s.prefill_tokens:5} tokens in {s.prefill_steps:3} steps, {_rate(s.prefill_tokens, s.prefill_seconds)}")
     print(f"decode    {s.decode_tokens:5} tokens in {s.decode_steps:3} steps, {_rate(s.decode_tokens, s.decode_seconds)}")
-    print("served by " + ", ".join(f"{backend} ({call})" for call, backend in served.items()))
+    alike = len(set(served.values())) == 1
+    print("served by " + (served["decode"] if alike else ", ".join(f"{backend} ({call})" for call, backend in served.items())))
     return 0
 
 

@@ -119,7 +119,7 @@ class ChatTokenizer:
 
 
 class ByteTokenizer:
-    """One token a byte, for a model that was taught nothing."""
+    """One token a byte, shown as a printable character: for a model that was taught nothing."""
 
     stop: frozenset[int] = frozenset()
 
@@ -127,7 +127,7 @@ class ByteTokenizer:
         return list(prompt.encode()) or [0]
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return "".join(chr(32 + token % 95) for token in tokens)
 
 
 def random(dtype: torch.dtype, device: torch.device, config: Config | None = None, seed: int = 0) -> Loaded:
