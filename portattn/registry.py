@@ -169,6 +169,7 @@ _lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []  # api.py's memo, cleared when what would be chosen may have changed
 _order: ContextVar[tuple[str, ...] | None] = ContextVar("portattn_order", default=None)
 _warned: set[tuple] = set()
+_chosen: dict[tuple, tuple] = {}  # what was bound before: a new shape of a known problem walks no table
 
 
 def _broken(name: str, reason: Reason) -> _Entry:
@@ -208,6 +209,7 @@ def _add(name: str, folder: str, module: str | ModuleType) -> None:
 
 
 def _changed() -> None:
+    _chosen.clear()
     for listener in _listeners:
         listener()
 
@@ -391,7 +393,12 @@ def bind(problem: Problem, device: torch.device, backend: str | None = None, sco
     Raises NoBackendError with every backend's reasons if there is none.
     """
     names, said = order_of(backend)
+    key = (problem, device, names, scores > QUADRATIC_LIMIT and config.flag("PORTATTN_ALLOW_QUADRATIC"), scores > QUADRATIC_LIMIT,
+           config.flag("PORTATTN_VERIFY", True))
+    if (found := _chosen.get(key)) is not None:
+        return Bound(problem, *found)
     rejected: dict[str, tuple[Reason, ...]] = {}
+    measuring = check and not capturing(device)
     with _lock:
         for name in names:
             entry = _entries[name]
@@ -400,10 +407,12 @@ def bind(problem: Problem, device: torch.device, backend: str | None = None, sco
                 capability, reasons = covering(name, problem, scores)
                 if capability is not None:
                     bound = Bound(problem, name, capability, entry.adapter, rejected)
-                    bad = verdicts.first_use(bound, device, measuring=check and not capturing(device))
+                    bad = verdicts.first_use(bound, device, measuring=measuring)
                     if not bad:
                         if not said:
                             _warn_below_native(problem, name, rejected)
+                        if measuring:
+                            _chosen[key] = (name, capability, entry.adapter, rejected)
                         return bound
                     reasons = (bad,)
             rejected[name] = reasons
