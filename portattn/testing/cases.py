@@ -295,7 +295,7 @@ def _paged(case: Case, draw: Draw) -> Call:
         pages = torch.tensor(ids[at : at + needed[b]], dtype=torch.long)
         at += needed[b]
         table[b, : needed[b]] = pages
-        held = torch.arange(n_k - n_q if case.append else n_k)
+        held = torch.arange(max(n_k - n_q, 0) if case.append else n_k)
         written[pages[held // page], held % page] = True
     k_cache, v_cache = (torch.where(written.to(device)[..., None, None], _bits(a), _bits(b)).view(a.dtype) for a, b in caches)
     if case.hnd:

@@ -18,7 +18,7 @@ INF = float("inf")
 def manifest(name: str, **changes) -> Manifest:
     """All features, any head dim; `changes` are fields of its one capability."""
     fields = dict(id="all", layouts=("dense", "varlen", "paged", "cache_append", "merge_states"), dtypes=("float32", "float16", "bfloat16"),
-                  kv_dtypes=KV_DTYPES, head_dims=Range(max=576), features=FEATURES)
+                  kv_dtypes=KV_DTYPES, head_dims=Range(max=576), features=FEATURES, memory="quadratic")
     return Manifest(name, f"toy {name}", -1000, (Capability(**{**fields, **changes}),))
 
 
