@@ -114,6 +114,8 @@ def diagnose(words):
         wanted = missing[-1].split(" for ")[-1]
         version = "%d.%d" % sys.version_info[:2]
         return "the package index has no %s for Python %s on this machine; try another Python: PYTHON=/path/to/python3" % (wanted, version)
+    if "ResolutionImpossible" in words:
+        return "pip found no versions that fit each other and tools/constraints.txt in the index or folders that it reached"
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"]
     return "pip failed: " + errors[-1]
 
@@ -144,6 +146,8 @@ def setup():
     say("1/3 making .venv with Python %d.%d.%d" % sys.version_info[:3])
     create_venv()
     if folders:
+        # A fresh environment's old setuptools would hide the one that torch was installed with.
+        subprocess.call([PYTHON, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL)
         site = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).decode().strip()
         with open(os.path.join(site, "existing-torch.pth"), "w", encoding="utf-8") as f:
             f.writelines("import site; site.addsitedir(%r)\n" % folder for folder in folders)
@@ -163,17 +167,20 @@ def setup():
     say("ready after %.0f s" % (time.time() - started))
 
 
-def run(*arguments):
+def run(*arguments, **variables):
     """Runs Python of .venv in the checkout and returns its exit status."""
-    return subprocess.call([PYTHON, *arguments], cwd=ROOT)
+    return subprocess.call([PYTHON, *arguments], cwd=ROOT, env=dict(variables, **os.environ))
 
 
 def test(arguments):
     """pytest over tests/, then the quick conformance level of the backend that runs anywhere."""
     if arguments:
         return run("-m", "pytest", *arguments)
+    cores = os.cpu_count() or 1
+    workers = min(cores, 8)
+    threads = str(cores // workers)  # more would have the workers wait for each other's cores
     results = [
-        ("tests", run("-m", "pytest", "-q")),
+        ("tests", run("-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", OMP_NUM_THREADS=threads)),
         ("conformance of sdpa", run("-m", "portattn", "conformance", "--backend", "sdpa", "--level", "quick")),
     ]
     for name, status in results:
