@@ -1,0 +1,149 @@
+"""The module flash_attn_interface (FlashAttention 3) on portattn: same parameters in the same order, same returns.
+
+Hints, accepted and without effect on results: num_splits, pack_gqa, sm_margin, scheduler_metadata, deterministic. qv and
+attention_chunk raise. Descales multiply q, k and v as FlashAttention 3's do for 8-bit inputs, whatever the dtype; 8-bit caches are
+read by a q of 16 or 32 bits. lse is (B, H, S) or (H, T), -inf where a row sees no key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_varlen, merge_states
+from ._translate import ANY, lengths, lse_heads_first, refuse, sequence_of, window, with_kvcache
+
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+           "get_scheduler_metadata"]
+
+_NO_QV = "wanted None: a second query against v (absorbed MLA) is one head_dim in portattn: concatenate q with qv, and k with v"
+_NO_CHUNK = "wanted 0: attention in chunks is not computed; cut the sequences at the chunks' bounds and call the varlen form"
+
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+                    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
+    """q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D) -> out, or (out, lse (B, Hq, Sq)). Descales are (B, Hkv)."""
+    if qv is not None:
+        refuse("flash_attn_func", "qv", qv, _NO_QV)
+    if attention_chunk:
+        refuse("flash_attn_func", "attention_chunk", attention_chunk, _NO_CHUNK)
+    if q_descale is not None or k_descale is not None:
+        q = _scaled(q, q_descale, k_descale)
+    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=ANY if window_size == ANY else window(window_size),
+                    softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
+    return _finished(got, return_attn_probs, v_descale)
+
+
+def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+                              attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False):
+    """`flash_attn_func` of qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 Hkv, D)."""
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(2)
+    else:
+        if num_heads_q is None:
+            refuse("flash_attn_qkvpacked_func", "num_heads_q", num_heads_q, "wanted the number of query heads of a 4-dimensional qkv")
+        heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+                           sm_margin=sm_margin, deterministic=deterministic, return_attn_probs=return_attn_probs)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
+                           causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
+                           softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
+    """q (Tq, Hq, D), k, v (Tk, Hkv, D) -> out, or (out, lse (Hq, Tq)). seqused_q, seqused_k (B,): rows in use of each sequence;
+    the out and lse of rows of q that are not in use are 0 and -inf."""
+    if qv is not None:
+        refuse("flash_attn_varlen_func", "qv", qv, _NO_QV)
+    if attention_chunk:
+        refuse("flash_attn_varlen_func", "attention_chunk", attention_chunk, _NO_CHUNK)
+    if q_descale is not None or k_descale is not None:
+        q = _scaled(q, q_descale, k_descale, cu_seqlens_q)
+    cu_given = cu_seqlens_q
+    if seqused_q is not None:
+        q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, seqused_q)
+    got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k,
+                           softmax_scale=softmax_scale, causal=bool(causal), window_size=ANY if window_size == ANY else window(window_size),
+                           softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
+    if seqused_q is not None:
+        out, lse = got if return_attn_probs else (got, None)
+        out = out[back].masked_fill(~used[:, None, None], 0.0)
+        got = (out, lse[back].masked_fill(~used[:, None], float("-inf"))) if return_attn_probs else out
+    return _finished(got, return_attn_probs, v_descale, cu_given)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+                            cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+                            cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+                            cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+                            q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+                            softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+                            scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False):
+    """q (B, Sq, Hq, D), or (Tq, Hq, D) with cu_seqlens_q, over caches (B, Smax, Hkv, D), or pages (N, P, Hkv, D) with page_table.
+
+    Returns out, or (out, lse (B, Hq, Sq) or (Hq, Tq), and two empty tensors: FlashAttention 3's partial results). As FlashAttention
+    2's function of this name (portattn.compat.flash_attn); k, v may be ragged by cu_seqlens_k_new, rotary_seqlens replaces
+    cache_seqlens as the rotary position.
+    """
+    if qv is not None:
+        refuse("flash_attn_with_kvcache", "qv", qv, _NO_QV)
+    if attention_chunk:
+        refuse("flash_attn_with_kvcache", "attention_chunk", attention_chunk, _NO_CHUNK)
+    if q_descale is not None:
+        q = _scaled(q, q_descale, None, cu_seqlens_q)
+    got = with_kvcache(
+        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+        rotary_interleaved, bool(causal), ANY if window_size == ANY else window(window_size), cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q,
+        rotary_seqlens, softmax_scale=softmax_scale, softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits, k_scale=k_descale,
+        v_scale=v_descale, return_lse=return_softmax_lse)
+    return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
+
+
+def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: Tensor,
+                           qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+                           cache_leftpad: Tensor | None = None, page_size: int | None = None, max_seqlen_k_new=0, causal=False,
+                           window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
+    """An empty int32 tensor: the schedule is each backend's own affair, and scheduler_metadata is a hint that changes nothing."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """Merges n partial results: out_partial (n, B, S, H, D), lse_partial (n, B, S, H) -> (out (B, S, H, D), lse (B, S, H)).
+
+    out has out_dtype, or out_partial's, or is the tensor given.
+    """
+    merged, lse = merge_states(out_partial, lse_partial)
+    if out is not None:
+        return out.copy_(merged), lse
+    return merged if out_dtype is None else merged.to(out_dtype), lse
+
+
+# ------------------------------------------------------------------ descales and rows in use
+def _per_row(factor: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A factor (B, Hkv) as it multiplies x (B, S, Hq, D), or (T, Hq, D) with cu_seqlens."""
+    factor = factor.repeat_interleave(x.shape[-2] // factor.shape[-1], -1)
+    return factor[:, None, :, None] if cu_seqlens is None else factor[sequence_of(x.shape[0], cu_seqlens)[0]][..., None]
+
+
+def _scaled(q: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """q times both descales: (q a) . (k b) is (q a b) . k. Rounded to q's dtype; a factor of 1 changes nothing."""
+    factor = q_descale if k_descale is None else k_descale if q_descale is None else q_descale * k_descale
+    return (q.float() * _per_row(factor, q, cu_seqlens)).to(q.dtype)
+
+
+def _finished(got, with_lse: bool, v_descale: Tensor | None, cu_seqlens: Tensor | None = None):
+    out, lse = got if with_lse else (got, None)
+    if v_descale is not None:
+        out = (out.float() * _per_row(v_descale, out, cu_seqlens)).to(out.dtype)
+    return (out, lse_heads_first(lse)) if with_lse else out
+
+
+def _packed(q: Tensor, cu_seqlens: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q's rows in use, moved together: (rows (Tq, Hq, D), their cu_seqlens, each given row's place among them, whether it is in use)."""
+    cu_used = torch.nn.functional.pad(torch.minimum(used.to(cu_seqlens.dtype), lengths(cu_seqlens)).cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
+    last = max(q.shape[0] - 1, 0)
+    sequence, place = sequence_of(q.shape[0], cu_used)
+    source = (cu_seqlens[sequence] + place).clamp(0, last)
+    sequence, place = sequence_of(q.shape[0], cu_seqlens)
+    back = (cu_used[sequence] + place).clamp(0, last)
+    return q[source], cu_used, back, place < lengths(cu_used)[sequence]

@@ -1,0 +1,416 @@
+"""The flash-attn spellings against the float64 oracle: values, lse shapes and conventions, lengths, positions, and what raises."""
+
+import math
+
+import pytest
+import torch
+
+from portattn import ArgumentError, reference
+from portattn.compat import flash_attn as fa2, flash_attn_interface as fa3, flashinfer, vllm_flash_attn
+from portattn.compat.flash_attn import bert_padding, flash_attn_interface as fa2_interface
+
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(7)
+
+
+def close(got, expected, tolerance=2e-5):
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def turned(x, position, cos, sin, interleaved):
+    """x (S, H, D) turned at position (S,): complex numbers, in float64."""
+    pairs = cos.shape[1]
+    angle = torch.complex(cos.double(), sin.double())[position][:, None]
+    x = x.double().clone()
+    first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
+    z = torch.complex(x[..., first].clone(), x[..., second].clone()) * angle
+    x[..., first], x[..., second] = z.real, z.imag
+    return x
+
+
+def tables(length, dim, spread=10.0):
+    angle = torch.arange(length)[:, None] / spread ** (torch.arange(dim // 2) / (dim // 2))
+    return angle.cos().float(), angle.sin().float()
+
+
+# ------------------------------------------------------------------ dense
+@pytest.mark.parametrize("causal, window, softcap", [(False, (-1, -1), 0.0), (True, (-1, -1), 0.0), (True, (2, 0), 5.0), (False, (1, 2), -1.0)])
+def test_dense_forms_agree_with_the_oracle(causal, window, softcap):
+    q, k, v = torch.randn(2, 5, 6, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 16)
+    expected, lse = reference.attention(q, k, v, causal=causal, window_size=window, softcap=max(softcap, 0.0), softmax_scale=0.3)
+    out, got_lse, mask = fa2.flash_attn_func(q, k, v, 0.0, 0.3, causal, window, softcap, None, False, True)
+    close(out, expected)
+    assert got_lse.shape == (2, 6, 5) and got_lse.dtype == torch.float32 and got_lse.is_contiguous() and mask.numel() == 0
+    close(got_lse, lse.transpose(1, 2).masked_fill(lse.transpose(1, 2) == -INF, INF))
+    kv = torch.stack([k, v], 2)
+    close(fa2.flash_attn_kvpacked_func(q, kv, 0.0, 0.3, causal, window, softcap), expected)
+    close(fa3.flash_attn_func(q, k, v, 0.3, causal, window_size=window, softcap=softcap), expected)
+    self_expected, _ = reference.attention(k, k, v, causal=causal, window_size=window, softcap=max(softcap, 0.0), softmax_scale=0.3)
+    close(fa2.flash_attn_qkvpacked_func(torch.stack([k, k, v], 2), 0.0, 0.3, causal, window, softcap), self_expected)
+    close(fa3.flash_attn_qkvpacked_func(torch.stack([k, k, v], 2), 0.3, causal, window_size=window, softcap=softcap), self_expected)
+
+
+def test_qkv_of_grouped_heads_in_one_tensor():
+    qkv = torch.randn(2, 5, 4 + 2 + 2, 16)
+    expected, _ = reference.attention(qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:], causal=True)
+    close(fa3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4), expected)
+
+
+def test_lse_of_a_row_without_keys_is_plus_infinity_in_2_and_minus_infinity_in_3():
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 1, 2, 8)  # causal, bottom-right: rows 0 and 1 see nothing
+    out, lse, _ = fa2.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert torch.equal(out[0, :2], torch.zeros(2, 2, 8))
+    assert (lse[0, :, :2] == INF).all() and lse[0, :, 2].isfinite().all()
+    _, lse = fa3.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert (lse[0, :, :2] == -INF).all()
+
+
+def test_alibi_is_added():
+    q, k, slopes = torch.randn(2, 3, 4, 8), torch.randn(2, 6, 4, 8), torch.rand(2, 4)
+    expected, _ = reference.attention(q, k, k, causal=True, alibi_slopes=slopes)
+    close(fa2.flash_attn_func(q, k, k, causal=True, alibi_slopes=slopes), expected)
+
+
+def test_gradients_flow():
+    q, k = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 4, 2, 8, requires_grad=True)
+    fa2.flash_attn_func(q, k, k, causal=True).sum().backward()
+    p, r = q.detach().double().requires_grad_(), k.detach().double().requires_grad_()
+    reference.attention(p, r, r, causal=True)[0].sum().backward()
+    close(q.grad, p.grad)
+    close(k.grad, r.grad)
+
+
+# ------------------------------------------------------------------ varlen
+def ragged(lens_q=(3, 0, 5), lens_k=(4, 2, 5), heads=(4, 2), dim=16):
+    cu = lambda lens: torch.tensor([0, *lens]).cumsum(0).int()
+    k = torch.randn(sum(lens_k), heads[1], dim)
+    return torch.randn(sum(lens_q), heads[0], dim), k, torch.randn_like(k), cu(lens_q), cu(lens_k), max(lens_q), max(lens_k)
+
+
+def pages_of(x, cu, page_size=4, poison=float("nan")):
+    """Ragged rows as shuffled pages and their table; unused slots hold poison, unused entries -1."""
+    counts = [(int(n) + page_size - 1) // page_size for n in cu.diff()]
+    order = torch.randperm(sum(counts) + 1).tolist()
+    pages = torch.full((sum(counts) + 1, page_size, *x.shape[1:]), poison)
+    table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+    for b, (start, end) in enumerate(zip(cu.tolist(), cu.tolist()[1:])):
+        for j in range(end - start):
+            if j % page_size == 0:
+                table[b, j // page_size] = order.pop()
+            pages[table[b, j // page_size], j % page_size] = x[start + j]
+    return pages, table
+
+
+def two_caches(k, v, cu, page_size=4):
+    pages, table = pages_of(torch.cat([k, v], -1), cu, page_size)
+    k_pages, v_pages = pages.split([k.shape[-1], v.shape[-1]], -1)
+    return k_pages.contiguous(), v_pages.contiguous(), table
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_forms_agree_with_the_oracle(causal):
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged()
+    expected, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, causal=causal)
+    out, got_lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, None, causal, (-1, -1), 0.0, None, False, True)
+    close(out, expected)
+    assert got_lse.shape == (4, 8)
+    close(got_lse, lse.T.masked_fill(lse.T == -INF, INF))
+    close(fa2.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), cu_q, cu_k, max_q, max_k, causal=causal), expected)
+    close(fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=causal), expected)
+    close(vllm_flash_attn.flash_attn_varlen_func(q, k, v, max_q, cu_q, max_k, cu_k, causal=causal), expected)
+    expected, _ = reference.attention_varlen(k, k, v, cu_k, cu_k, causal=causal)
+    close(fa2.flash_attn_varlen_qkvpacked_func(torch.stack([k, k, v], 1), cu_k, max_k, causal=causal), expected)
+
+
+def test_varlen_with_a_block_table_reads_pages():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged()
+    k_pages, v_pages, table = two_caches(k, v, cu_k)
+    expected, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, causal=True)
+    close(fa2.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, max_q, max_k, causal=True, block_table=table), expected)
+    lens, buffer = cu_k.diff().int(), torch.empty_like(q)
+    out, got_lse = vllm_flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, max_q, cu_q, max_k, seqused_k=lens, causal=True, window_size=[-1, -1],
+                                                          block_table=table, return_softmax_lse=True, out=buffer, fa_version=3)
+    assert out is buffer
+    close(out, expected)
+    close(got_lse, lse.T)
+
+
+def test_vllm_sinks_and_descales():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged()
+    k_pages, v_pages, table = two_caches(k, v, cu_k)
+    sinks, ks, vs = torch.randn(4), torch.rand(1).expand(3, 2), torch.rand(1).expand(3, 2)
+    scale = ks[0, 0].item(), vs[0, 0].item()
+    expected, _ = reference.attention_varlen(q, k * scale[0], v * scale[1], cu_q, cu_k, causal=True, sinks=sinks)
+    options = dict(causal=True, s_aux=sinks, k_descale=ks, v_descale=vs)
+    lens = cu_k.diff().int()
+    close(vllm_flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, max_q, cu_q, max_k, seqused_k=lens, block_table=table, **options), expected)
+    out = torch.empty_like(q)
+    assert vllm_flash_attn.flash_attn_varlen_func(q, k, v, max_q, cu_q, max_k, cu_k, out=out, **options) is out
+    close(out, expected)
+
+
+def test_descales_multiply_each_sequence_and_head():
+    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    a, b, c = torch.rand(2, 2), torch.rand(2, 2), torch.rand(2, 2)
+    expected, _ = reference.attention(q * a.repeat_interleave(2, 1)[:, None, :, None], k * b[:, None, :, None], v * c[:, None, :, None])
+    close(fa3.flash_attn_func(q, k, v, q_descale=a, k_descale=b, v_descale=c), expected)
+    close(fa3.flash_attn_with_kvcache(q, k, v, q_descale=a, k_descale=b, v_descale=c), expected)
+    cu_q, cu_k = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([0, 5, 10], dtype=torch.int32)
+    out = fa3.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k, 3, 5, q_descale=a, k_descale=b, v_descale=c)
+    close(out.view_as(expected), expected)
+
+
+def test_seqused_q_and_k_count_the_rows_in_use():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged((4, 3, 5), (4, 6, 5))
+    used_q, used_k = torch.tensor([2, 0, 5], dtype=torch.int32), torch.tensor([3, 6, 4], dtype=torch.int32)
+    q[2:7] = float("nan")  # rows not in use
+    out, lse = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k, causal=True, return_attn_probs=True)
+    for b, (start, n) in enumerate(zip(cu_q.tolist(), used_q.tolist())):
+        keys = slice(int(cu_k[b]), int(cu_k[b] + used_k[b]))
+        expected, expected_lse = reference.attention(q[None, start : start + n], k[None, keys], v[None, keys], causal=True)
+        close(out[start : start + n], expected[0])
+        close(lse[:, start : start + n], expected_lse[0].T)
+    assert torch.equal(out[2:7], torch.zeros_like(out[2:7]))
+
+
+# ------------------------------------------------------------------ kvcache
+def kvcache_by_hand(q, k_cache, v_cache, lens, rows, k=None, v=None, cos=None, sin=None, interleaved=True, leftpad=None, causal=False,
+                    window=(-1, -1), rotary_at=None):
+    """flash-attn's documentation, a sequence at a time; returns (out, lse, the caches after)."""
+    k_cache, v_cache, outs, lses = k_cache.double().clone(), v_cache.double().clone(), [], []
+    for b, (n, row) in enumerate(zip(lens, rows)):
+        q_b, end = q[b].double(), n
+        at = n if rotary_at is None else rotary_at[b]
+        if k is not None:
+            k_b, end = k[b].double(), n + k.shape[1]
+            if cos is not None:
+                follows = causal or window != (-1, -1)
+                q_b = turned(q_b, at + (torch.arange(len(q_b)) if follows else torch.zeros(len(q_b), dtype=torch.long)), cos, sin, interleaved)
+                k_b = turned(k_b, at + torch.arange(len(k_b)), cos, sin, interleaved)
+            k_cache[row, n:end], v_cache[row, n:end] = k_b, v[b].double()
+        keys = slice(0 if leftpad is None else leftpad[b], end)
+        out, lse = reference.attention(q_b[None], k_cache[row, keys][None], v_cache[row, keys][None], causal=causal, window_size=window)
+        outs.append(out[0])
+        lses.append(lse[0].T)
+    return torch.stack(outs), torch.stack(lses), k_cache, v_cache
+
+
+MASKS = [(False, (-1, -1)), (True, (-1, -1)), (False, (3, 1)), (True, (2, 0))]
+
+
+@pytest.mark.parametrize("causal, window", MASKS)
+@pytest.mark.parametrize("len_q, len_new", [(1, 1), (3, 3), (3, 2), (2, 4)])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_kvcache_appends_turns_and_attends_as_documented(causal, window, len_q, len_new, interleaved):
+    lens, rows, leftpad = [5, 0, 9], [3, 1, 0], [2, 0, 4]
+    q, k, v = torch.randn(3, len_q, 4, 16), torch.randn(3, len_new, 2, 16), torch.randn(3, len_new, 2, 16)
+    k_cache, v_cache = torch.randn(4, 16, 2, 16), torch.randn(4, 16, 2, 16)
+    cos, sin = tables(32, 8)
+    for pads in (None, leftpad):
+        expected, lse, k_after, v_after = kvcache_by_hand(q, k_cache, v_cache, lens, rows, k, v, cos, sin, interleaved, pads, causal, window)
+        for call in (fa2.flash_attn_with_kvcache, fa3.flash_attn_with_kvcache):
+            k_got, v_got = k_cache.clone(), v_cache.clone()
+            out, got_lse, *_ = call(
+                q, k_got, v_got, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=torch.tensor(lens, dtype=torch.int32),
+                cache_batch_idx=torch.tensor(rows, dtype=torch.int32), cache_leftpad=pads if pads is None else torch.tensor(pads, dtype=torch.int32),
+                causal=causal, window_size=window, rotary_interleaved=interleaved, return_softmax_lse=True)
+            close(out, expected)
+            close(k_got, k_after)
+            close(v_got, v_after)
+            close(got_lse, lse if call is fa3.flash_attn_with_kvcache else lse.masked_fill(lse == -INF, INF))
+
+
+@pytest.mark.parametrize("cache_seqlens", [None, 6, torch.tensor([6, 0], dtype=torch.int32)], ids=["whole", "int", "tensor"])
+def test_kvcache_without_an_append(cache_seqlens):
+    q, k_cache, v_cache = torch.randn(2, 2, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
+    lens = [8, 8] if cache_seqlens is None else [6, 6] if isinstance(cache_seqlens, int) else [6, 0]
+    expected, lse, *_ = kvcache_by_hand(q, k_cache, v_cache, lens, [0, 1], causal=True)
+    out, got = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, causal=True, return_softmax_lse=True)
+    close(out, expected)
+    close(got, lse.masked_fill(lse == -INF, INF))
+
+
+@pytest.mark.parametrize("seqlens", [4, torch.tensor([4, 4], dtype=torch.int32)], ids=["int", "tensor"])
+def test_kvcache_append_counts_lengths_before_it(seqlens):
+    q, k, k_cache = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 8, 2, 8)
+    expected, _, after, _ = kvcache_by_hand(q, k_cache, k_cache, [4, 4], [0, 1], k, k, causal=True)
+    caches = k_cache.clone(), k_cache.clone()
+    close(fa2.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=seqlens, causal=True), expected)
+    close(caches[0], after)
+
+
+def test_kvcache_over_pages_of_any_size_ignores_what_lies_past_the_lengths():
+    q, k, v, _, cu_k, _, _ = ragged((1, 1, 1), (5, 1, 11))
+    k_pages, v_pages, table = two_caches(k, v, cu_k, page_size=3)
+    lens = cu_k.diff().int()
+    expected, _ = reference.attention_varlen(q, k, v, torch.arange(4), cu_k)
+    close(fa2.flash_attn_with_kvcache(q[:, None], k_pages, v_pages, cache_seqlens=lens, block_table=table, causal=True)[:, 0], expected)
+    close(fa3.flash_attn_with_kvcache(q[:, None], k_pages, v_pages, cache_seqlens=lens, page_table=table, causal=True)[:, 0], expected)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["as q", "of its own lengths"])
+def test_kvcache_of_ragged_queries_and_new_keys(same):
+    lens, lens_q, lens_new = [5, 0, 7], [2, 3, 1], [2, 3, 1] if same else [1, 4, 2]
+    cu_q, cu_new = (torch.tensor([0, *x]).cumsum(0).int() for x in (lens_q, lens_new))
+    q, k, v = torch.randn(6, 4, 16), torch.randn(sum(lens_new), 2, 16), torch.randn(sum(lens_new), 2, 16)
+    caches = torch.randn(3, 12, 2, 16), torch.randn(3, 12, 2, 16)
+    cos, sin = tables(32, 16)
+    at = [1, 9, 4]
+    for rotary_at in (None, at):
+        got = caches[0].clone(), caches[1].clone()
+        out = fa3.flash_attn_with_kvcache(q, *got, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=torch.tensor(lens, dtype=torch.int32),
+                                          cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_q if same else cu_new, max_seqlen_q=3, causal=True,
+                                          rotary_seqlens=rotary_at if rotary_at is None else torch.tensor(rotary_at, dtype=torch.int32))
+        for b in range(3):
+            part, new = slice(cu_q[b], cu_q[b + 1]), slice(cu_new[b], cu_new[b + 1])
+            if same:
+                new = part
+            expected, _, k_after, _ = kvcache_by_hand(q[None, part], caches[0], caches[1], [lens[b]], [b], k[None, new], v[None, new], cos, sin, True,
+                                                      None, True, rotary_at=None if rotary_at is None else [rotary_at[b]])
+            close(out[part], expected[0])
+            close(got[0][b], k_after[b])
+
+
+def test_dense_new_keys_beside_ragged_queries():
+    cu_q = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, k = torch.randn(5, 2, 8), torch.randn(2, 2, 2, 8)
+    cache = torch.randn(2, 9, 2, 8)
+    got = cache.clone(), cache.clone()
+    out = fa3.flash_attn_with_kvcache(q, *got, k, k, cache_seqlens=3, cu_seqlens_q=cu_q, max_seqlen_q=3, causal=True)
+    for b, part in enumerate([slice(0, 2), slice(2, 5)]):
+        expected, _, after, _ = kvcache_by_hand(q[None, part], cache, cache, [3], [b], k[b][None], k[b][None], causal=True)
+        close(out[part], expected[0])
+        close(got[0][b], after[b])
+
+
+def test_cache_views_are_written_in_place():
+    whole = torch.randn(2, 2, 16, 2, 8)  # k and v of one allocation, a slice of its rows
+    k_cache, v_cache = whole[0, :, :12], whole[1, :, :12]
+    q = torch.randn(2, 2, 2, 8)
+    expected, _, k_after, _ = kvcache_by_hand(q, k_cache, v_cache, [3, 7], [0, 1], q[:, :1], q[:, :1], leftpad=[1, 2])
+    before = whole.clone()
+    out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, q[:, :1], q[:, :1], cache_seqlens=torch.tensor([3, 7], dtype=torch.int32),
+                                      cache_leftpad=torch.tensor([1, 2], dtype=torch.int32))
+    close(out, expected)
+    close(k_cache, k_after)
+    assert torch.equal(whole[:, :, 12:], before[:, :, 12:])
+
+
+# ------------------------------------------------------------------ merging
+def test_combine_merges_partial_results():
+    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    parts = [reference.attention(q, k[:, s], v[:, s]) for s in (slice(0, 4), slice(4, 5), slice(5, 9))]
+    expected, lse = reference.attention(q, k, v)
+    partial = torch.stack([p[0] for p in parts]).float(), torch.stack([p[1] for p in parts]).float()
+    out, got = fa3.flash_attn_combine(*partial, out_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    close(out, expected, 2e-2)
+    close(got, lse)
+    buffer = torch.empty(2, 3, 4, 8)
+    assert fa3.flash_attn_combine(*partial, out=buffer)[0] is buffer
+    close(buffer, expected)
+
+
+def test_flashinfer_states_are_base_two():
+    q, k, v = torch.randn(5, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    a = flashinfer.single_prefill_with_kv_cache(q, k[:4], v[:4], return_lse=True)
+    b = flashinfer.single_prefill_with_kv_cache(q, k[4:].transpose(0, 1), v[4:].transpose(0, 1), kv_layout="HND", return_lse=True)
+    expected, lse = (x[0] for x in reference.attention(q[None], k[None], v[None]))
+    for out, s in (flashinfer.merge_state(*a, *b), flashinfer.merge_states(torch.stack([a[0], b[0]], 1), torch.stack([a[1], b[1]], 1))):
+        close(out, expected)
+        close(s, lse / math.log(2))
+    kept = a[0].clone(), a[1].clone()
+    mask = torch.tensor([1, 0, 1, 1, 0])
+    flashinfer.merge_state_in_place(*a, *b, mask=mask)
+    close(a[0][mask == 1], expected[mask == 1])
+    assert torch.equal(a[0][mask == 0], kept[0][mask == 0]) and torch.equal(a[1][mask == 0], kept[1][mask == 0])
+
+
+def test_flashinfer_single_requests():
+    q, k, v = torch.randn(3, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    expected, lse = reference.attention(q[None], k[None], v[None], causal=True, window_size=(4, -1), softcap=3.0, softmax_scale=0.5)
+    out, s = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, window_left=4, logits_soft_cap=3.0, sm_scale=0.5, return_lse=True)
+    close(out, expected[0])
+    close(s, lse[0] / math.log(2))
+    out, s = flashinfer.single_decode_with_kv_cache(q[-1], k, v, window_left=4, logits_soft_cap=3.0, q_scale=0.5, k_scale=2.0, v_scale=3.0,
+                                                    sm_scale=0.5, return_lse=True)
+    close(out, 3 * expected[0, -1])
+    close(s, lse[0, -1] / math.log(2))
+    mask = torch.rand(3, 9) < 0.5
+    expected, _ = reference.attention(q[None], k[None], v[None], bias=mask)
+    close(flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask, causal=True), expected[0])
+
+
+# ------------------------------------------------------------------ private names, padding
+def test_private_forwards_return_four():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged()
+    out, lse, probs, state = fa2_interface._flash_attn_forward(q[None], k[None], v[None], 0.0, 0.25, True, -1, -1, 0.0, None, False)
+    expected, expected_lse = reference.attention(q[None], k[None], v[None], causal=True, softmax_scale=0.25)
+    close(out, expected)
+    close(lse, expected_lse.transpose(1, 2))
+    used = torch.tensor([2, 2, 4], dtype=torch.int32)
+    out, lse, probs, state = fa2_interface._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, 0.25, False, seqused_k=used)
+    expected, expected_lse = reference.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, softmax_scale=0.25)
+    close(out, expected)
+    close(lse, expected_lse.T)
+    assert probs.numel() == 0 and state.numel() == 0
+
+
+def test_padding_there_and_back():
+    x = torch.randn(3, 5, 2, 4, requires_grad=True)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]])
+    rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
+    assert cu.tolist() == [0, 3, 8, 9] and cu.dtype == torch.int32 and longest == 5 and used.tolist() == [3, 5, 1]
+    assert indices.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 11]
+    assert torch.equal(rows[3:8], x[1])
+    back = bert_padding.pad_input(rows, indices, 3, 5)
+    assert torch.equal(back, x * mask[..., None, None])
+    back.sum().backward()
+    assert torch.equal(x.grad, mask[..., None, None].expand_as(x).float())
+
+
+def test_padding_counts_allocated_rows_apart_from_rows_in_use():
+    x, mask, spare = torch.randn(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
+    rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask, spare)
+    assert cu.tolist() == [0, 3, 4] and used.tolist() == [2, 1] and longest == 3 and len(rows) == 4
+
+
+def test_padding_of_sequences_that_share_a_row():
+    x = torch.randn(2, 6, 3)
+    rows, indices, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, torch.tensor([[2, 3, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0]]))
+    assert cu.tolist() == [0, 2, 5, 9] and longest == 4 and indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert torch.equal(rows, torch.cat([x[0, :5], x[1, :4]]))
+
+
+# ------------------------------------------------------------------ what raises
+def test_dropout_raises_with_the_reason():
+    q = torch.randn(1, 2, 2, 8)
+    with pytest.raises(ArgumentError, match="dropout_p.*inference"):
+        fa2.flash_attn_func(q, q, q, 0.1)
+    with pytest.raises(ArgumentError, match="dropout_p"):
+        vllm_flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], 2, torch.tensor([0, 2]), 2, torch.tensor([0, 2]), dropout_p=0.5)
+
+
+@pytest.mark.parametrize("given, words", [
+    (dict(k=1), "cache_seqlens"),
+    (dict(rotary=1), "rotary_cos.*k="),
+    (dict(block_table=1, cache_batch_idx=1), "cache_batch_idx"),
+    (dict(rows=3), "k_cache.*at least 3 rows"),
+])
+def test_kvcache_refuses_what_flash_attn_refuses(given, words):
+    q, cache = torch.randn(given.get("rows", 2), 1, 2, 8), torch.randn(2, 4, 2, 8)
+    options = {}
+    if "k" in given:
+        options.update(k=q, v=q)
+    if "rotary" in given:
+        options.update(rotary_cos=tables(8, 8)[0], rotary_sin=tables(8, 8)[1])
+    if "block_table" in given:
+        options.update(block_table=torch.zeros(2, 1, dtype=torch.int32), cache_batch_idx=torch.zeros(2, dtype=torch.int32))
+    before = cache.clone()
+    with pytest.raises(ArgumentError, match=words):
+        fa2.flash_attn_with_kvcache(q, cache, cache, **options)
+    assert torch.equal(cache, before)
