@@ -39,13 +39,9 @@ import difflib
 import os
 from typing import Any, Callable, NamedTuple
 
-import yaml
-
 from .capability import Arch, Capability, Range
 from .errors import PortattnError
 from .problem import FEATURES
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is there
 
 LAYOUTS = ("dense", "varlen", "paged", "cache_append", "merge_states")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -187,10 +183,13 @@ def parse(data: Any, file: str = "manifest") -> Manifest:
 
 def load(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest `backend.yaml` of a backend's folder; raises ManifestError."""
+    import yaml  # here, since it costs more than the rest of `import portattn`
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is there
     file = os.path.join(folder, "backend.yaml")
     try:
         with open(file, encoding="utf-8") as f:
-            data = yaml.load(f, Loader=_Loader)
+            data = yaml.load(f, Loader=loader)
     except OSError as exc:
         raise ManifestError(f"{file}: cannot be read: {exc.strerror}") from None
     except yaml.YAMLError as exc:

@@ -1,7 +1,7 @@
 """The registry: which backends there are, which of them serves a problem, and why not the others.
 
-Discovery and order are fixed at import from manifests alone; adapters are imported, and devices touched, at
-the first call that may need them. A choice is made once per kind of call and remembered by api.py.
+Backends are discovered once, at the first use, from manifests alone; adapters are imported, and devices touched,
+at the first call that may need them. A choice is made once per kind of call and remembered by api.py.
 Order: `backend=`, then `use()`, then PORTATTN_BACKEND, then priority. The first two kinds never fall through.
 """
 
@@ -164,7 +164,8 @@ def version_matches(have: str, spec: str) -> bool:
 
 
 # ------------------------------------------------------------------ discovery
-_entries: dict[str, _Entry] = {}
+_found: dict[str, _Entry] = {}
+_discovered = False
 _lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []  # api.py's memo, cleared when what would be chosen may have changed
 _order: ContextVar[tuple[str, ...] | None] = ContextVar("portattn_order", default=None)
@@ -174,6 +175,17 @@ _chosen: dict[tuple, tuple] = {}  # what was bound before: a new shape of a know
 
 def _broken(name: str, reason: Reason) -> _Entry:
     return _Entry(Manifest(name, name, 0, ()), "", reason)
+
+
+def _known() -> dict[str, _Entry]:
+    """Every backend by name; the first use finds them, so that importing portattn reads no manifest and no metadata."""
+    global _discovered
+    if not _discovered:
+        with _lock:
+            if not _discovered:
+                _discover()
+                _discovered = True
+    return _found
 
 
 def _discover() -> None:
@@ -191,11 +203,11 @@ def _discover() -> None:
                 raise ModuleNotFoundError(f"no module named {point.value!r}")
             folder = list(spec.submodule_search_locations or [os.path.dirname(spec.origin or "")])[0]
         except Exception as exc:  # a parent package may raise anything at import
-            _entries[point.name] = _broken(point.name, Reason(
+            _found[point.name] = _broken(point.name, Reason(
                 "import", f"an importable {point.value}", f"{type(exc).__name__}: {exc}", f"python -c 'import {point.value}'"))
             continue
-        if point.name in _entries:
-            _entries[f"{point.name} (plugin)"] = _broken(point.name, Reason(
+        if point.name in _found:
+            _found[f"{point.name} (plugin)"] = _broken(point.name, Reason(
                 "name", "a name that no other backend has", f"{point.name!r} from {folder}", "rename the entry point and its manifest"))
         else:
             _add(point.name, folder, point.value)
@@ -203,9 +215,9 @@ def _discover() -> None:
 
 def _add(name: str, folder: str, module: str | ModuleType) -> None:
     try:
-        _entries[name] = _Entry(manifests_module.load(folder), module)
+        _found[name] = _Entry(manifests_module.load(folder), module)
     except ManifestError as exc:
-        _entries[name] = _broken(name, Reason("manifest", "a valid backend.yaml", str(exc), "mend the file"))
+        _found[name] = _broken(name, Reason("manifest", "a valid backend.yaml", str(exc), "mend the file"))
 
 
 def _changed() -> None:
@@ -232,9 +244,9 @@ def register(source: str | os.PathLike[str] | Manifest, module: ModuleType | Any
     if module is None:
         raise ArgumentTypeError("register: a Manifest needs its adapter as module=")
     with _lock:
-        if found.name in _entries:
+        if found.name in _known():
             raise ArgumentError(f"register: backend {found.name!r} exists already")
-        _entries[found.name] = _Entry(found, module)
+        _known()[found.name] = _Entry(found, module)
         _changed()
     return found.name
 
@@ -243,18 +255,18 @@ def unregister(name: str) -> None:
     """Removes a backend from this process; an unknown name is an ArgumentError."""
     with _lock:
         check_names((name,), "unregister")
-        del _entries[name]
+        del _known()[name]
         _changed()
 
 
 def manifests() -> dict[str, Manifest]:
     """Every backend's manifest, in the order of priority."""
-    return {name: _entries[name].manifest for name in _by_priority()}
+    return {name: _known()[name].manifest for name in _by_priority()}
 
 
 def backends() -> dict[str, Status]:
     """Every backend's Status from static facts and what calls have found out so far; touches no device."""
-    return {name: _status(_entries[name]) for name in _by_priority()}
+    return {name: _status(_known()[name]) for name in _by_priority()}
 
 
 class CallablePackage(ModuleType):
@@ -303,7 +315,7 @@ def _present_devices() -> set[str]:
 
 # ------------------------------------------------------------------ order
 def _by_priority() -> list[str]:
-    return sorted(_entries, key=lambda name: (-_entries[name].manifest.priority, name))
+    return sorted(_known(), key=lambda name: (-_known()[name].manifest.priority, name))
 
 
 def check_names(names: tuple[str, ...], where: str) -> None:
@@ -311,7 +323,7 @@ def check_names(names: tuple[str, ...], where: str) -> None:
     for name in names:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"{where}: wanted a backend's name, got {type(name).__name__}")
-        if name not in _entries:
+        if name not in _known():
             raise ArgumentError(f"{where}: unknown backend {name!r}; known: {', '.join(_by_priority())}")
 
 
@@ -362,7 +374,7 @@ def probe(name: str, device: torch.device | str) -> tuple[Reason, ...]:
     """() if a backend works on a device, else why not; asked once per device."""
     check_names((name,), "probe")
     with _lock:
-        return _entries[name].probe(_indexed(torch.device(device)))
+        return _known()[name].probe(_indexed(torch.device(device)))
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -375,7 +387,7 @@ def covering(name: str, problem: Problem, scores: int = 0) -> tuple[Capability |
     """The first capability of a backend that covers a problem, or the reasons of the one that comes closest."""
     nearest: tuple[Reason, ...] = (Reason("layout", "a capability", "none"),)
     rank = (True, 1 << 30)
-    for capability in _entries[name].manifest.capabilities:
+    for capability in _known()[name].manifest.capabilities:
         reasons = unmet(capability, problem)
         if not reasons and capability.memory == "quadratic" and scores > QUADRATIC_LIMIT and not config.flag("PORTATTN_ALLOW_QUADRATIC"):
             reasons = (Reason("memory", f"at most {QUADRATIC_LIMIT} scores", str(scores), "set PORTATTN_ALLOW_QUADRATIC=1"),)
@@ -401,7 +413,7 @@ def bind(problem: Problem, device: torch.device, backend: str | None = None, sco
     measuring = check and not capturing(device)
     with _lock:
         for name in names:
-            entry = _entries[name]
+            entry = _known()[name]
             reasons = entry.probe(device)
             if not reasons:
                 capability, reasons = covering(name, problem, scores)
@@ -425,7 +437,7 @@ def bind(problem: Problem, device: torch.device, backend: str | None = None, sco
 
 
 def _reasons(name: str, problem: Problem, device: torch.device, scores: int) -> tuple[Reason, ...]:
-    return _entries[name].probe(device) or covering(name, problem, scores)[1]
+    return _known()[name].probe(device) or covering(name, problem, scores)[1]
 
 
 def choose(problem: Problem, device: torch.device | str | None = None, backend: str | None = None, scores: int = 0) -> Choice:
@@ -468,7 +480,7 @@ def _no_backend_text(problem: Problem, said: str, names: tuple[str, ...], reject
 def _warn_below_native(problem: Problem, chosen: str, rejected: dict[str, tuple[Reason, ...]]) -> None:
     away = {"device", "torch_build", "platform"}
     for name, reasons in rejected.items():
-        if problem.device not in _entries[name].manifest.native or away & {r.code for r in reasons}:
+        if problem.device not in _known()[name].manifest.native or away & {r.code for r in reasons}:
             continue
         key = (problem.device, name, chosen, tuple(r.code for r in reasons))
         if key not in _warned:
@@ -481,7 +493,7 @@ def _warn_below_native(problem: Problem, chosen: str, rejected: dict[str, tuple[
 def forget() -> None:
     """Drops what was found out about devices in this process: probes, choices and verdicts (not those on disk)."""
     with _lock:
-        for entry in _entries.values():
+        for entry in _known().values():
             entry.probed.clear()
         verdicts.forget()
         facts.__globals__["_facts"].cache_clear()
@@ -504,7 +516,5 @@ def known_answers() -> list[verdicts.Verdict]:
 
 def adapters() -> Iterator[tuple[str, Any]]:
     """(name, adapter) of the backends whose adapter was imported already."""
-    return ((name, entry.adapter) for name, entry in _entries.items() if entry.adapter is not None)
+    return ((name, entry.adapter) for name, entry in _known().items() if entry.adapter is not None)
 
-
-_discover()
