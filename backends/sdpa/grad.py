@@ -201,7 +201,8 @@ def varlen_lengths(r: lengths.Ragged, k: Tensor, v: Tensor, starts_k: Tensor, ru
             parts_lse.append(lse[0])
             rows.append((r.starts[b] + i).masked_fill(exists.logical_not(), total))
     if not parts:
-        return r.q.new_zeros(total, hq, dim_v), torch.full((total, hq), -INF, device=device)
+        nothing = r.q[:0].sum()  # keeps the result a part of the graph
+        return r.q.new_zeros(total, hq, dim_v) + nothing, torch.full((total, hq), -INF, device=device) + nothing.float()
     to = (torch.cat(rows),)
     out = r.q.new_zeros(total + 1, hq, dim_v).index_put(to, torch.cat(parts))
     lse = torch.full((total + 1, hq), -INF, device=device).index_put(to, torch.cat(parts_lse))
