@@ -206,7 +206,7 @@ class Attention:
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
-            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), wgmma=self.machine.wgmma,
         )  # fmt: skip
 
     def _prepare(self, aligned: bool, v_in_k: bool) -> tuple:

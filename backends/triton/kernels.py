@@ -9,7 +9,7 @@ Computes   out[i, h] = sum_j softmax_j(rule(scale * q[i, h] . k[j, h / G])) v[j,
 Rows       The G query heads of one kv head are packed into rows: row r of a sequence is query r // G, head r % G. So decode
            fills matrix tiles (M is 16 at least), and a prefill tile loads K and V once for all G heads.
 Tiles      BM rows by BN keys. Keys that no row of the tile sees are not visited; tiles that every row sees in full
-           run in a loop without masks, the rest (diagonal, window edge, last keys) in a second loop with them.
+           run without masks; only the diagonal, the window's edge and the last keys pay for them.
 Schedule   A tile program owns BM rows of one kv head and walks all their keys. A split program owns a part of the keys
            (an "item"); which one is computed by every program for itself from the lengths on the device, so no host sync
            and no plan. The last item of a row block to arrive merges the parts, in the order of the keys: same bits always.
@@ -133,14 +133,16 @@ def rotated(x_ptr, x_at, dims, mask, position, cos, sin, cos_s, D: tl.constexpr,
 
 
 @triton.jit
-def table_slot(n, cols, page_size, PAGE: tl.constexpr):
-    """Where in its table row the pages of keys n + cols stand: one entry if a tile lies in one page (PAGE -1)."""
+def pages_of(table, n, cols, lo, hi, page_size, PAGE: tl.constexpr):
+    """Page ids of keys n + cols, of those in lo .. hi only; one id if a tile lies in one page (PAGE -1)."""
     if PAGE == -1:
-        return n // page_size
-    elif PAGE > 0:
-        return n // PAGE + cols // PAGE
+        return tl.load(table + n // page_size, mask=n < hi, other=0)
     else:
-        return (n + cols) // page_size
+        if PAGE > 0:
+            at = n // PAGE + cols // PAGE
+        else:
+            at = (n + cols) // page_size
+        return tl.load(table + at, mask=(n + cols >= lo) & (n + cols < hi), other=0)
 
 
 @triton.jit
@@ -167,36 +169,46 @@ def key_rows(base, pages, n, cols, page_stride, row_stride, page_size, PAGED: tl
 
 
 @triton.jit
+def load_rows(row, inside, dims, D: tl.constexpr, PADDED: tl.constexpr, MASKS: tl.constexpr):
+    """A tile of K or V; rows outside the keys at hand, and padded dims, are zero and are not read."""
+    at = row[:, None] + dims[None, :]
+    if MASKS != "never" and PADDED:
+        return tl.load(at, mask=inside[:, None] & (dims[None, :] < D), other=0.0)
+    elif MASKS != "never":
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(at, mask=dims[None, :] < D, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def masked(s, j, row_lo, row_hi, LEFT: tl.constexpr):
+    """Scores, -inf where row does not see key j."""
+    ok = j[None, :] < row_hi[:, None]
+    if LEFT:
+        ok = ok & (j[None, :] >= row_lo[:, None])
+    return tl.where(ok, s, float("-inf"))
+
+
+@triton.jit
 def step(
-    acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, k_lo, k_hi, c, cap, slope, bias_row, bias_k, row_ok,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
+    acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, MASKS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: S = Q K^T, rules, online softmax, O += P V."""
+    """One tile of keys: S = Q K^T, rules, online softmax, O += P V. MASKS: "never" for tiles that every row sees in full,
+    "always", or "edges": scores are masked if `edge` is true."""
     dims = tl.arange(0, BD)
     v_dims = tl.arange(0, BDV)
     j = n + cols
-    inside = (j >= k_lo) & (j < k_hi)
-    k_at = k_row[:, None] + dims[None, :]
-    if MASKED:
-        k_raw = tl.load(k_at, mask=inside[:, None] & (dims[None, :] < D), other=0.0)
-    elif BD > D:
-        k_raw = tl.load(k_at, mask=dims[None, :] < D, other=0.0)
-    else:
-        k_raw = tl.load(k_at)
-    k = widened(k_raw, FORMAT, q.dtype)
+    inside = (j >= lo) & (j < hi)
+    k = widened(load_rows(k_row, inside, dims, D, BD > D, MASKS), FORMAT, q.dtype)
     s = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), IEEE)
     if BD2 > 0:
         dims2 = BD + tl.arange(0, BD2)
-        k2_at = k_row[:, None] + dims2[None, :]
-        if MASKED:
-            k2 = tl.load(k2_at, mask=inside[:, None] & (dims2[None, :] < D), other=0.0)
-        elif BD + BD2 > D:
-            k2 = tl.load(k2_at, mask=dims2[None, :] < D, other=0.0)
-        else:
-            k2 = tl.load(k2_at)
-        s = product(q2, tl.trans(widened(k2, FORMAT, q.dtype)), s, IEEE)
+        k2 = widened(load_rows(k_row, inside, dims2, D, BD + BD2 > D, MASKS), FORMAT, q.dtype)
+        s = product(q2, tl.trans(k2), s, IEEE)
 
     if SOFTCAP or ALIBI or BIAS != "none":
         s = s * c  # in units of log 2
@@ -213,16 +225,13 @@ def step(
         factor = 1.0
     else:
         factor = c  # applied after the subtraction: see Numerics
-    if MASKED:
-        ok = j[None, :] < row_hi[:, None]
-        if LEFT:
-            ok = ok & (j[None, :] >= row_lo[:, None])
-        s = tl.where(ok & (j >= k_lo)[None, :], s, float("-inf"))
+    if MASKS == "always":
+        s = masked(s, j, row_lo, row_hi, LEFT)
+    elif MASKS == "edges":
+        if edge:
+            s = masked(s, j, row_lo, row_hi, LEFT)
     new_top = tl.maximum(top, tl.max(s, 1))
-    if MASKED or BIAS != "none":
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-    else:
-        base = new_top
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
     p = tl.exp2((s - base[:, None]) * factor)
     shrink = tl.exp2((top - base) * factor)
     if DEFER:  # summed over keys once, at the end: saves an exchange between warps per tile
@@ -232,14 +241,7 @@ def step(
     if V_IN_K:
         v = k
     else:
-        v_at = v_row[:, None] + v_dims[None, :]
-        if MASKED:
-            v = tl.load(v_at, mask=inside[:, None] & (v_dims[None, :] < DV), other=0.0)
-        elif BDV > DV:
-            v = tl.load(v_at, mask=v_dims[None, :] < DV, other=0.0)
-        else:
-            v = tl.load(v_at)
-        v = widened(v, FORMAT, q.dtype)
+        v = widened(load_rows(v_row, inside, v_dims, DV, BDV > DV, MASKS), FORMAT, q.dtype)
     acc = product(p.to(q.dtype), v, acc * shrink[:, None], IEEE)
     return acc, den, new_top
 
@@ -251,7 +253,7 @@ def walk(
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
     BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
+    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Rows row0 .. row0 + BM of one kv head over keys lo .. hi. Pointers stand at the sequence (bias: at its batch entry),
     k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the maximum in units of log 2."""
@@ -310,11 +312,12 @@ def walk(
         lo = tl.maximum(lo, first + shift - window_left)
     start = lo // BN * BN
     end = tl.maximum(hi, start)
-    full_start = tl.cdiv(full_lo, BN) * BN
+    full_start = tl.cdiv(full_lo, BN) * BN  # tiles in full_start .. full_end need no mask
     full_end = full_hi // BN * BN
-    if full_end <= full_start:
-        full_start = start
-        full_end = start
+    if TWO_LOOPS:
+        if full_end <= full_start:
+            full_start = start
+            full_end = start
 
     acc = tl.zeros([BM, BDV], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
@@ -323,42 +326,38 @@ def walk(
     else:
         den = tl.zeros([BM], tl.float32)
 
+    # Where matrix instructions are asynchronous (wgmma), a branch between them makes the assembler run them one by one: there,
+    # full tiles have a loop of their own. Elsewhere one loop with a branch is smaller and never drains its pipeline of loads.
     pages = cols
+    if TWO_LOOPS:
+        first_n, last_n = full_start, full_end
+    else:
+        first_n, last_n = start, end
     if PAGED:  # looked up one tile ahead, so that no load of keys waits for its page
-        at = table_slot(full_start, cols, page_size, PAGE)
-        if PAGE == -1:
-            pages = tl.load(table + at, mask=full_start < full_end, other=0)
-        else:
-            pages = tl.load(table + at, mask=full_start + cols < full_end, other=0)
-    for n in tl.range(full_start, full_end, BN):
+        pages = pages_of(table, first_n, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
+    for n in tl.range(first_n, last_n, BN):
         k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
         v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
         if PAGED:
-            at = table_slot(n + BN, cols, page_size, PAGE)
-            if PAGE == -1:
-                pages = tl.load(table + at, mask=n + BN < full_end, other=0)
-            else:
-                pages = tl.load(table + at, mask=n + BN + cols < full_end, other=0)
+            pages = pages_of(table, n + BN, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
+        edge = (n < full_start) | (n >= full_end)
         acc, den, top = step(
-            acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, c, cap, slope, bias_row, bias_k, row_ok,
-            D, DV, BD, BD2, BDV, False, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER)  # fmt: skip
-
-    # tiles before and after the full ones
-    before = (full_start - start) // BN
-    tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
-    for t in tl.range(0, tiles):
-        n = tl.where(t < before, start + t * BN, full_end + (t - before) * BN)
-        if PAGED:
-            at = table_slot(n, cols, page_size, PAGE)
-            if PAGE == -1:
-                pages = tl.load(table + at)
-            else:
-                pages = tl.load(table + at, mask=(n + cols >= lo) & (n + cols < hi), other=0)
-        k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-        v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
-        acc, den, top = step(
-            acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, c, cap, slope, bias_row, bias_k, row_ok,
-            D, DV, BD, BD2, BDV, True, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER)  # fmt: skip
+            acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
+            D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if TWO_LOOPS else "edges")  # fmt: skip
+    if TWO_LOOPS:
+        before = (full_start - start) // BN
+        tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
+        for t in tl.range(0, tiles):
+            n = start + t * BN
+            if t >= before:
+                n = full_end + (t - before) * BN
+            if PAGED:
+                pages = pages_of(table, n, cols, lo, hi, page_size, PAGE)
+            k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+            v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+            acc, den, top = step(
+                acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
+                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always")  # fmt: skip
 
     if DEFER:
         den = tl.sum(den, 1)
@@ -388,7 +387,7 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
     o_at = out + (i * o_s + head * o_h)[:, None] + dims[None, :]
     tl.store(o_at, acc.to(out.dtype.element_ty), mask=ok[:, None] & (dims[None, :] < DV))
     if lse is not None:
-        value = tl.where(den == 0.0, float("-inf"), (top + tl.log2(den)) * LN2)
+        value = tl.where(den == 0.0, float("-inf"), (top + tl.log2(tl.where(den == 0.0, 1.0, den))) * LN2)
         tl.store(lse + (i * heads_q + head), value, mask=ok)
 
 
@@ -403,7 +402,7 @@ def program(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
-    IEEE: tl.constexpr, DEFER: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One tile program or one split program. Of ragged sequences, tile programs skip those of SKIP_TO rows or fewer, and
     split programs take those of TAKE_TO rows or fewer (0: all)."""
@@ -478,8 +477,10 @@ def program(
                     total = batch * pairs * tiles
                     chunk = tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32))
                 splits = tl.maximum(tl.cdiv(tiles, tl.maximum(chunk, 1)), 1)
+            pairs = tl.maximum(pairs, 1)
             b = pid // (pairs * splits)
             start = b * (pairs * splits)
+            live = b < batch
         item = pid - start
         pairs = tl.maximum(pairs, 1)
         part = item // pairs
@@ -575,7 +576,7 @@ def program(
                 q, k, v, table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap * LOG2E, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
                 G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
-                FORMAT, V_IN_K, IEEE, DEFER)  # fmt: skip
+                FORMAT, V_IN_K, IEEE, DEFER, TWO_LOOPS)  # fmt: skip
 
             if SPLIT:
                 if splits > 1:
@@ -632,7 +633,7 @@ def attend(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
-    V_IN_K: tl.constexpr, IEEE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    V_IN_K: tl.constexpr, IEEE: tl.constexpr, WGMMA: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """MODE "tiles", "splits", or "both": programs below `programs` are tile programs, the rest split programs. The arguments up
     to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
@@ -648,7 +649,7 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
                 fixed_splits, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, WGMMA and BM >= 64, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
     if MODE != "tiles":
         if MODE == "splits" or pid >= programs:
             program(
@@ -658,8 +659,8 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
                 fixed_splits, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
-                SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16, MERGE_ROWS,
-                MERGE_PARTS)  # fmt: skip
+                SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
+                WGMMA and SPLIT_BM >= 64, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
 
 
 # ---- the small ones
@@ -780,4 +781,4 @@ def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.c
         top = new
     acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
     tl.store(out + r[:, None] * DV + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + r, tl.where(den == 0.0, float("-inf"), (top + tl.log2(den)) * LN2), mask=ok)
+    tl.store(lse + r, tl.where(den == 0.0, float("-inf"), (top + tl.log2(tl.where(den == 0.0, 1.0, den))) * LN2), mask=ok)

@@ -46,6 +46,12 @@ class Machine(NamedTuple):
         return False
 
 
+    @property
+    def wgmma(self) -> bool:
+        """Whether matrix instructions are asynchronous here."""
+        return self.arch.startswith(("sm_9", "sm_10", "sm_11"))
+
+
 class Config(NamedTuple):
     bm: int
     bn: int
@@ -140,6 +146,7 @@ class Shape(NamedTuple):
     v_in_k: bool
     wide: bool
     ieee: bool
+    wgmma: bool  # asynchronous matrix instructions: sm_90 and the sm_100 family
 
 
 POINTERS = ("q", "k", "v", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks", "k_scale", "v_scale",
@@ -190,7 +197,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
-        "V_IN_K": v_in_k, "IEEE": s.ieee, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+        "V_IN_K": v_in_k, "IEEE": s.ieee, "WGMMA": s.wgmma and not s.ieee, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
     }  # fmt: skip
     runtime = [(name, types[name]) for name in POINTERS if types[name]]
     constants |= {name: None for name in POINTERS if not types[name]}
