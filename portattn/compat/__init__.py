@@ -147,9 +147,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dict__.update({k: v for k, v in vars(source).items() if k not in own and not isinstance(v, ModuleType)})
         module.__dict__.setdefault("__version__", _version(module.__name__.partition(".")[0]))
 
-    def find_distributions(self, context: Any = importlib.metadata.DistributionFinder.Context()) -> Iterator[_Distribution]:
+    def find_distributions(self, context: Any = None) -> Iterator[_Distribution]:
         plain = lambda name: re.sub(r"[-_.]+", "_", name).lower()
-        wanted = None if context.name is None else plain(context.name)
+        wanted = None if context is None or context.name is None else plain(context.name)
         return iter([_Distribution(name) for name in self.saved if wanted in (None, plain(name))])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention_paged, cache_append
+from ..api import cache_append
 from ..device import capturing
 from ..errors import ArgumentError
 
@@ -71,7 +71,7 @@ def row_table(batch: int, device: torch.device) -> Tensor:
 
 def lengths(cu_seqlens: Tensor) -> Tensor:
     """(B,) from (B + 1,) prefix sums."""
-    return cu_seqlens[1:] - cu_seqlens[:-1]
+    return cu_seqlens.diff()
 
 
 def sequence_of(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,75 +97,76 @@ def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: b
 
 
 # ------------------------------------------------------------------ flash-attn's kvcache
-def with_kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
-                 rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
-                 block_table: Tensor | None, rotary_interleaved: bool, causal: bool, window_size: tuple[int, int],
-                 cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None,
-                 rotary_seqlens: Tensor | None = None, **options: Any) -> Any:
-    """attention_paged under flash-attn's rules: lengths before the append, k_new of any length, q's rotary position, left pads.
+_counts: dict[tuple[int, torch.device], Tensor] = {}
 
-    Shapes that portattn has by itself go straight through. The others (left pads; k_new not of q's lengths; q turned at one
-    position for all its rows, or at rotary_seqlens) are turned and appended first, then attended to.
+
+def _plus(lens: Tensor, n: int) -> Tensor:
+    """lens + n; adding a kept tensor costs half of adding a Python number."""
+    count = _counts.get((n, lens.device))
+    if count is None:
+        if torch.compiler.is_compiling() or capturing(lens.device) or len(_counts) >= 1024:
+            return lens + n
+        count = _counts[n, lens.device] = torch.tensor(n, dtype=torch.int32).to(lens.device)
+    return lens + count
+
+
+def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
+            rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
+            block_table: Tensor | None, rotary_interleaved: bool, causal: bool, window_size: tuple[int, int], cu_seqlens_q: Tensor | None = None,
+            cu_seqlens_k_new: Tensor | None = None, rotary_seqlens: Tensor | None = None, k_scale: Tensor | None = None,
+            v_scale: Tensor | None = None) -> tuple:
+    """flash-attn's kvcache arguments as attention_paged's: (q, k_cache, v_cache, block_table, kv_lens, k, v, rotary_cos, rotary_sin).
+
+    What portattn has by itself is only named differently. The rest (left pads; k_new not of q's lengths; q turned at one position
+    for all its rows, or at rotary_seqlens) is turned and appended here, and what is returned attends to it.
     """
     ragged = cu_seqlens_q is not None
-    batch = cu_seqlens_q.shape[0] - 1 if ragged else q.shape[0]
-    device = q.device
     if block_table is None:
+        batch = cu_seqlens_q.shape[0] - 1 if ragged else q.shape[0]
         if cache_batch_idx is not None:
             block_table = cache_batch_idx[:, None]
         elif batch > k_cache.shape[0]:
             raise ArgumentError(f"{call}: k_cache: wanted at least {batch} rows, one a sequence of q, got {k_cache.shape[0]}")
         else:
-            block_table = row_table(batch, device)
-        capacity = k_cache.shape[1]
-    else:
-        if cache_batch_idx is not None:
-            raise ArgumentError(f"{call}: cache_batch_idx: wanted None together with a block table, which says where each sequence lies")
-        capacity = block_table.shape[1] * k_cache.shape[1]
+            block_table = row_table(batch, q.device)
+    elif cache_batch_idx is not None:
+        raise ArgumentError(f"{call}: cache_batch_idx: wanted None together with a block table, which says where each sequence lies")
 
-    new: int | Tensor = 0
-    special, together = cache_leftpad is not None, False
-    if k is not None:
+    if k is None:
+        if v is not None or rotary_cos is not None:
+            name = "v" if v is not None else "rotary_cos"
+            raise ArgumentError(f"{call}: {name}: wanted together with k to append, as flash-attn does, got k=None")
         if cache_seqlens is None:
-            raise ArgumentError(f"{call}: cache_seqlens: wanted the lengths before the append of k and v, got None")
-        if cu_seqlens_k_new is None:
-            new = k.shape[1]
-            special = special or ragged or new != q.shape[1]
-        else:
-            new = lengths(cu_seqlens_k_new)
-            special = special or cu_seqlens_k_new is not cu_seqlens_q
-        if rotary_cos is not None:
-            # flash-attn turns every row of q at cache_seqlens unless the mask depends on the position.
-            together = not causal and window_size == ANY and (ragged or q.shape[1] != 1)
-            special = special or together or rotary_seqlens is not None
-    elif v is not None or rotary_cos is not None:
-        name = "v" if v is not None else "rotary_cos"
-        raise ArgumentError(f"{call}: {name}: wanted together with k to append, as flash-attn does, got k=None")
+            cache_seqlens = block_table.shape[1] * k_cache.shape[1]
+        if not isinstance(cache_seqlens, Tensor):
+            cache_seqlens = torch.full((block_table.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+        if cache_leftpad is None:
+            return q, k_cache, v_cache, block_table, cache_seqlens, None, None, None, None
+        return *_skipped(q, k_cache, v_cache, block_table, cache_seqlens, cache_leftpad), None, None, None, None
 
     if cache_seqlens is None:
-        lens = torch.full((batch,), capacity, dtype=torch.int32, device=device)
-    elif isinstance(cache_seqlens, Tensor):
-        lens = cache_seqlens if k is None else cache_seqlens + new
-    elif isinstance(new, int):
-        lens = torch.full((batch,), cache_seqlens + new, dtype=torch.int32, device=device)
+        raise ArgumentError(f"{call}: cache_seqlens: wanted the lengths before the append of k and v, got None")
+    if cu_seqlens_k_new is None:
+        new, alike = k.shape[1], not ragged and k.shape[1] == q.shape[1]
+        lens = _plus(cache_seqlens, new) if isinstance(cache_seqlens, Tensor) else torch.full(
+            (block_table.shape[0],), cache_seqlens + new, dtype=torch.int32, device=q.device)
     else:
+        new, alike = lengths(cu_seqlens_k_new), cu_seqlens_k_new is cu_seqlens_q
         lens = new + cache_seqlens
+    # flash-attn turns every row of q at cache_seqlens unless the mask depends on the position.
+    together = rotary_cos is not None and not causal and window_size == ANY and (ragged or q.shape[1] != 1)
+    if alike and not together and cache_leftpad is None and rotary_seqlens is None:
+        return q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin
 
-    if special:
-        if k is not None:
-            start = lens - new
-            if rotary_cos is not None:
-                at = start if rotary_seqlens is None else rotary_seqlens
-                q = rotate(q, _positions(q, at, cu_seqlens_q, not together), rotary_cos, rotary_sin, rotary_interleaved)
-                k = rotate(k, _positions(k, at, cu_seqlens_k_new, True), rotary_cos, rotary_sin, rotary_interleaved)
-            _append(k, v, k_cache, v_cache, block_table, start, cu_seqlens_k_new, options.get("k_scale"), options.get("v_scale"))
-            k = v = rotary_cos = rotary_sin = None
-        if cache_leftpad is not None:
-            k_cache, v_cache, block_table = _skipped(k_cache, v_cache, block_table, cache_leftpad)
-            lens = lens - cache_leftpad
-    return attention_paged(q, k_cache, v_cache, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
-                           rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, causal=causal,
-                           window_size=window_size, **options)
+    start = lens - new
+    if rotary_cos is not None:
+        at = start if rotary_seqlens is None else rotary_seqlens
+        q = rotate(q, _positions(q, at, cu_seqlens_q, not together), rotary_cos, rotary_sin, rotary_interleaved)
+        k = rotate(k, _positions(k, at, cu_seqlens_k_new, True), rotary_cos, rotary_sin, rotary_interleaved)
+    _append(k, v, k_cache, v_cache, block_table, start, cu_seqlens_k_new, k_scale, v_scale)
+    if cache_leftpad is None:
+        return q, k_cache, v_cache, block_table, lens, None, None, None, None
+    return *_skipped(q, k_cache, v_cache, block_table, lens, cache_leftpad), None, None, None, None
 
 
 def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, follow: bool) -> Tensor:
@@ -198,11 +199,11 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tenso
     cache_append(scaled(k, k_scale), scaled(v, v_scale), k_cache, v_cache, slot)
 
 
-def _skipped(k_cache: Tensor, v_cache: Tensor, table: Tensor, leftpad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The caches as pages of one token, and a table that starts at each sequence's left pad. (Caches whose pages do not follow
-    each other in memory are copied for it.)"""
+def _skipped(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, leftpad: Tensor) -> tuple[Tensor, ...]:
+    """(q, the caches as pages of one token, a table that starts at each sequence's left pad, the lengths from there). Caches whose
+    pages do not follow each other in memory are copied for it."""
     page_size, width = k_cache.shape[1], table.shape[1] * k_cache.shape[1]
     position = (leftpad[:, None].long() + torch.arange(width, device=table.device)).clamp(0, max(width - 1, 0))
     slots = torch.gather(table.long(), 1, position // page_size) * page_size + position % page_size
     single = lambda cache: cache.reshape(-1, 1, *cache.shape[2:])
-    return single(k_cache), single(v_cache), slots.int()
+    return q, single(k_cache), single(v_cache), slots.int(), lens - leftpad

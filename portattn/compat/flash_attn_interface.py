@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_varlen, merge_states
-from ._translate import ANY, lengths, lse_heads_first, refuse, sequence_of, window, with_kvcache
+from ..api import attention, attention_paged, attention_varlen, merge_states
+from ._translate import ANY, kvcache, lengths, lse_heads_first, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
            "get_scheduler_metadata"]
@@ -91,11 +91,14 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         refuse("flash_attn_with_kvcache", "attention_chunk", attention_chunk, _NO_CHUNK)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
-    got = with_kvcache(
+    causal, window_size = bool(causal), ANY if window_size == ANY else window(window_size)
+    q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
         "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-        rotary_interleaved, bool(causal), ANY if window_size == ANY else window(window_size), cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q,
-        rotary_seqlens, softmax_scale=softmax_scale, softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits, k_scale=k_descale,
-        v_scale=v_descale, return_lse=return_softmax_lse)
+        rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale)
+    got = attention_paged(q, k_cache, v_cache, page_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
+                          rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale,
+                          causal=causal, window_size=window_size, softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits,
+                          k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse)
     return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
 
 

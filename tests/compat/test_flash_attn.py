@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from portattn import ArgumentError, reference
-from portattn.compat import flash_attn as fa2, flash_attn_interface as fa3, flashinfer, vllm_flash_attn
-from portattn.compat.flash_attn import bert_padding, flash_attn_interface as fa2_interface
+from portattn.compat import flash_attn as fa2
+from portattn.compat import flash_attn_interface as fa3
+from portattn.compat import flashinfer, vllm_flash_attn
+from portattn.compat.flash_attn import bert_padding
+from portattn.compat.flash_attn import flash_attn_interface as fa2_interface
 
 INF = float("inf")
 

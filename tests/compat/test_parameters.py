@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from portattn import ArgumentError
-from portattn.compat import flash_attn_interface as fa3, flashinfer, vllm_flash_attn
+from portattn.compat import flash_attn_interface as fa3
+from portattn.compat import flashinfer, vllm_flash_attn
 from portattn.compat.flash_attn import flash_attn_interface as fa2
 
 torch.manual_seed(3)

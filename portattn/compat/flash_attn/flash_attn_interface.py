@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
-from .._translate import ANY, lengths, lse_of_fa2, refuse, refuse_dropout, window, with_kvcache
+from .._translate import ANY, kvcache, lengths, lse_of_fa2, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
@@ -94,10 +94,14 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     k, v (B, Snew, Hkv, D) are written at cache_seqlens, cache_seqlens + 1, … first. q turns at the same positions if causal or
     windowed, else all of it at cache_seqlens. Keys before cache_leftpad are not seen; cache_batch_idx names each sequence's row.
     """
-    got = with_kvcache(
+    causal, window_size = bool(causal), ANY if window_size == ANY else window(window_size)
+    q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
         "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        rotary_interleaved, bool(causal), ANY if window_size == ANY else window(window_size), softmax_scale=softmax_scale,
-        softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse)
+        rotary_interleaved, causal, window_size)
+    got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                          rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                          softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits,
+                          return_lse=return_softmax_lse)
     return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
 
 
