@@ -61,11 +61,11 @@ def seconds(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def race(calls: Contenders, budget_s: float) -> dict[str, list[float | None]]:
-    """Seconds a call of each contender, round by round; None where one sat out."""
+def race(calls: Contenders, budget_s: float, patience: float = FAR_BEHIND) -> dict[str, list[float | None]]:
+    """Seconds a call of each contender, round by round; None where one `patience` times slower than the best sat out."""
     rough = {name: min(seconds(fn) for _ in range(2)) for name, fn in calls.items()}
     repeats = {name: max(1, min(200, math.ceil(SAMPLE_S / t))) for name, t in rough.items()}
-    behind = {name for name, t in rough.items() if t > FAR_BEHIND * min(rough.values())}
+    behind = {name for name, t in rough.items() if t > patience * min(rough.values())}
     times: dict[str, list[float | None]] = {name: [] for name in calls}
     names, rounds, start = list(calls), 0, time.perf_counter()
     while rounds < 5 or (time.perf_counter() - start < budget_s and rounds < 60):
@@ -78,6 +78,16 @@ def race(calls: Contenders, budget_s: float) -> dict[str, list[float | None]]:
             times[name].append(seconds(lambda: [fn() for _ in range(n)]) / n)
         rounds += 1
     return times
+
+
+def stalled() -> bool:
+    """Whether other jobs preempt this one's threads: small parallel operations then wait for each other's time slices."""
+    x, waited, total = torch.zeros(1 << 18), 0.0, 0.0
+    while total < 0.1:
+        took = seconds(lambda: x.add_(1))  # some 50 us with the cores free
+        total += took
+        waited += took if took > 1e-3 else 0.0
+    return torch.get_num_threads() > 1 and waited > 0.2 * total
 
 
 def median(values: list[float | None]) -> float:
@@ -171,73 +181,85 @@ class Pages:
 
 # ------------------------------------------------------------------ the suites
 def dense(quick: bool, budget_s: float) -> list[Line]:
-    lines = []
     shapes = [(1, 1024, torch.bfloat16), (1, 512, torch.float32)]
     shapes += [] if quick else [(4, 256, torch.bfloat16), (1, 4096, torch.bfloat16), (1, 1024, torch.float32)]
-    for batch, length, dtype in shapes:
-        q = torch.randn(batch, length, HEADS, DIM).to(dtype)
-        k, v = (torch.randn(batch, length, HEADS_KV, DIM).to(dtype) for _ in range(2))
-        out, ours = torch.empty_like(q), torch.empty_like(q)
+    return [line for shape in shapes for line in _dense(*shape, budget_s)]
 
-        def tiled() -> Tensor:
-            for b in range(batch):
-                torch_tiled(q[b], k[b], v[b], out[b])
-            return out
 
-        t = [x.transpose(1, 2) for x in (q, k, v)]
-        lines += contest("dense", f"{batch} x {length} causal {short(dtype)}", {
-            "portattn": lambda: api.attention(q, k, v, causal=True, out=ours),
-            "sdpa": lambda: F.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True).transpose(1, 2),
-            "tiled": tiled,
-        }, budget_s, dtype)
-    return lines
+def _dense(batch: int, length: int, dtype: torch.dtype, budget_s: float) -> list[Line]:
+    q = torch.randn(batch, length, HEADS, DIM).to(dtype)
+    k, v = (torch.randn(batch, length, HEADS_KV, DIM).to(dtype) for _ in range(2))
+    out, ours = torch.empty_like(q), torch.empty_like(q)
+    q_t, k_t, v_t = (x.transpose(1, 2) for x in (q, k, v))
+
+    def tiled() -> Tensor:
+        for b in range(batch):
+            torch_tiled(q[b], k[b], v[b], out[b])
+        return out
+
+    return contest("dense", f"{batch} x {length} causal {short(dtype)}", {
+        "portattn": lambda: api.attention(q, k, v, causal=True, out=ours),
+        "sdpa": lambda: F.scaled_dot_product_attention(q_t, k_t, v_t, is_causal=True, enable_gqa=True).transpose(1, 2),
+        "tiled": tiled,
+    }, budget_s, dtype)
 
 
 def varlen(quick: bool, budget_s: float) -> list[Line]:
-    lines = []
-    lens = RAGGED[::2] if quick else RAGGED
+    lens, dtypes = (RAGGED[::2], [torch.bfloat16]) if quick else (RAGGED, [torch.bfloat16, torch.float32])
+    return [line for dtype in dtypes for line in _varlen(lens, dtype, budget_s)]
+
+
+def _varlen(lens: tuple[int, ...], dtype: torch.dtype, budget_s: float) -> list[Line]:
     starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-    spans = list(zip(starts.tolist(), starts.tolist()[1:]))
-    for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
-        q = torch.randn(sum(lens), HEADS, DIM).to(dtype)
-        k, v = (torch.randn(sum(lens), HEADS_KV, DIM).to(dtype) for _ in range(2))
-        out, ours = torch.empty_like(q), torch.empty_like(q)
+    q = torch.randn(sum(lens), HEADS, DIM).to(dtype)
+    k, v = (torch.randn(sum(lens), HEADS_KV, DIM).to(dtype) for _ in range(2))
+    out, ours = torch.empty_like(q), torch.empty_like(q)
 
-        def loop(one: Callable) -> Callable[[], Tensor]:
-            def run() -> Tensor:
-                for a, z in spans:
-                    one(q[a:z], k[a:z], v[a:z], out[a:z])
-                return out
+    def loop(one: Callable) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            end = 0
+            for length in lens:
+                rows, end = slice(end, end + length), end + length
+                one(q[rows], k[rows], v[rows], out[rows])
+            return out
 
-            return run
+        return run
 
-        lines += contest("varlen", f"{len(lens)} sequences, {sum(lens)} tokens {short(dtype)}", {
-            "portattn": lambda: api.attention_varlen(q, k, v, starts, starts, max(lens), max(lens), causal=True, out=ours),
-            "sdpa loop": loop(lambda q, k, v, out: out.copy_(torch_sdpa(q, k, v, None, True))),
-            "tiled": loop(torch_tiled),
-        }, budget_s, dtype)
-    return lines
+    return contest("varlen", f"{len(lens)} sequences, {sum(lens)} tokens {short(dtype)}", {
+        "portattn": lambda: api.attention_varlen(q, k, v, starts, starts, max(lens), max(lens), causal=True, out=ours),
+        "sdpa loop": loop(lambda q, k, v, out: out.copy_(torch_sdpa(q, k, v, None, True))),
+        "tiled": loop(torch_tiled),
+    }, budget_s, dtype)
 
 
 def decode(quick: bool, budget_s: float) -> list[Line]:
-    lines = []
-    dtype = torch.bfloat16
-    for batch, length in [(1, 1024), (8, 1024)] + ([] if quick else [(1, 8192), (8, 8192)]):
-        pages = Pages((length,) * batch, dtype)
-        q = torch.randn(batch, HEADS, DIM).to(dtype)
-        ours = torch.empty(batch, 1, HEADS, DIM, dtype=dtype)
-        ids = pages.table.flatten()
+    sizes = [(1, 1024), (8, 1024)] + ([] if quick else [(1, 8192), (8, 8192)])
+    return [line for size in sizes for line in _decode(*size, torch.bfloat16, budget_s)]
 
-        def gathered() -> Tensor:
-            k, v = (c.index_select(0, ids).view(batch, length, HEADS_KV, DIM).transpose(1, 2) for c in (pages.k, pages.v))
-            return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
 
-        lines += contest("decode", f"{batch} x {length}, page {PAGE} {short(dtype)}", {
-            "portattn": lambda: api.attention_paged(q[:, None], pages.k, pages.v, pages.table, pages.lens, causal=True, out=ours)[:, 0],
+def _decode(batch: int, length: int, dtype: torch.dtype, budget_s: float) -> list[Line]:
+    pages = Pages((length,) * batch, dtype)
+    q = torch.randn(batch, HEADS, DIM).to(dtype)
+    ours = torch.empty(batch, 1, HEADS, DIM, dtype=dtype)
+    ids = pages.table.flatten()
+
+    def gathered() -> Tensor:
+        k, v = (c.index_select(0, ids).view(batch, -1, HEADS_KV, DIM)[:, :length].transpose(1, 2) for c in (pages.k, pages.v))
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+    return contest(
+        "decode",
+        f"{batch} x {length}, page {PAGE} {short(dtype)}",
+        {
+            "portattn": lambda: api.attention_paged(q[:, None], pages.k, pages.v, pages.table, pages.lens, causal=True, out=ours)[
+                :, 0
+            ],
             "gather + fold": pages.decode(q, batch, length),
             "gather + sdpa": gathered,
-        }, budget_s, dtype)
-    return lines
+        },
+        budget_s,
+        dtype,
+    )
 
 
 def mixed(quick: bool, budget_s: float) -> list[Line]:
@@ -261,11 +283,19 @@ def mixed(quick: bool, budget_s: float) -> list[Line]:
 
         return run
 
-    return contest("mixed", f"{decodes} decodes of 2048, {chunks} x 256 of 1024 {short(dtype)}", {
-        "portattn": lambda: api.attention_paged(q, pages.k, pages.v, pages.table, pages.lens, cu_seqlens_q=starts, max_seqlen_q=256, causal=True, out=ours),
-        "gather + fold, sdpa": apart(lambda q, k, v, out: out.copy_(torch_sdpa(q, k, v, mask, False))),
-        "gather + fold, tiled": apart(torch_tiled),
-    }, budget_s, dtype)
+    return contest(
+        "mixed",
+        f"{decodes} decodes of 2048, {chunks} x 256 of 1024 {short(dtype)}",
+        {
+            "portattn": lambda: api.attention_paged(
+                q, pages.k, pages.v, pages.table, pages.lens, cu_seqlens_q=starts, max_seqlen_q=256, causal=True, out=ours
+            ),
+            "gather + fold, sdpa": apart(lambda q, k, v, out: out.copy_(torch_sdpa(q, k, v, mask, False))),
+            "gather + fold, tiled": apart(torch_tiled),
+        },
+        budget_s,
+        dtype,
+    )
 
 
 def short(dtype: torch.dtype) -> str:
@@ -274,7 +304,30 @@ def short(dtype: torch.dtype) -> str:
 
 # ------------------------------------------------------------------ overhead
 def overhead(quick: bool, budget_s: float) -> list[Line]:
-    """Microseconds that a call takes beyond the fewest torch calls that compute the same, on float32 of a few tokens."""
+    """Microseconds that a call takes beyond the fewest torch calls that compute the same, on float32 of a few tokens.
+
+    On one thread: work this small gains nothing from others, and waiting for them is not Python's cost.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_extra(what, ours, plain, budget_s) for what, (ours, plain) in _tiny_calls().items()]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _extra(what: str, ours: Callable[[], Tensor], plain: Callable[[], Tensor], budget_s: float) -> Line:
+    if (off := difference(ours(), plain())) > LIMIT[torch.float32]:
+        return Line("overhead", what, math.nan, "us", note=f"differs from plain torch by {off:.2g}")
+    times = race({"portattn": ours, "torch": plain}, budget_s, patience=math.inf)
+    low, mid, high = (x * 1e6 for x in statistics.quantiles([a - b for a, b in zip(*times.values())], n=4))
+    both = {name: median(t) * 1e6 for name, t in times.items()}
+    return Line("overhead", what, mid, "us",
+                note=f"{low:.1f} to {high:.1f}; the call takes {both['portattn']:.1f}, torch's {both['torch']:.1f}")
+
+
+def _tiny_calls() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
+    """(our call, the fewest torch calls that compute the same) by name."""
     heads, kv, dim, n = 4, 2, 32, 8
     q, k, v = torch.randn(1, n, heads, dim), torch.randn(1, n, kv, dim), torch.randn(1, n, kv, dim)
     ragged = [x[0] for x in (q, k, v)]
@@ -289,7 +342,9 @@ def overhead(quick: bool, budget_s: float) -> list[Line]:
     scale = dim**-0.5
 
     def plain_dense() -> Tensor:
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
 
     def plain_varlen() -> Tensor:
         return torch_sdpa(*ragged, None, True)
@@ -301,29 +356,29 @@ def overhead(quick: bool, budget_s: float) -> list[Line]:
 
     def plain_everything() -> Tensor:
         folded = q.transpose(1, 2).unflatten(1, (kv, heads // kv))
-        scores = (folded @ k.permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2).mul_(scale / cap).tanh_().mul_(cap).add_(alibi_and_bias)
+        scores = (
+            (folded @ k.permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2).mul_(scale / cap).tanh_().mul_(cap).add_(alibi_and_bias)
+        )
         lse = torch.logaddexp(scores.logsumexp(-1), sinks[:, None])
         weights = scores.sub_(lse[..., None]).exp_()
         return (weights.unflatten(1, (kv, heads // kv)) @ v.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2)
 
-    pairs: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+    everything: dict[str, Any] = dict(
+        causal=True,
+        window_size=(4, 0),
+        softmax_scale=scale,
+        softcap=cap,
+        bias=bias,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        return_lse=True,
+    )
+    return {
         "dense": (lambda: api.attention(q, k, v, causal=True), plain_dense),
         "varlen": (lambda: api.attention_varlen(*ragged, starts, starts, n, n, causal=True), plain_varlen),
         "paged": (lambda: api.attention_paged(one, *pages, table, lens, causal=True), plain_paged),
-        "every feature named": (lambda: api.attention(q, k, v, causal=True, window_size=(4, 0), softmax_scale=scale, softcap=cap, bias=bias,
-                                                      alibi_slopes=slopes, sinks=sinks, return_lse=True)[0], plain_everything),
+        "every feature named": (lambda: api.attention(q, k, v, **everything)[0], plain_everything),
     }
-    lines = []
-    for what, (ours, plain) in pairs.items():
-        if (off := difference(ours(), plain())) > LIMIT[torch.float32]:
-            lines.append(Line("overhead", what, math.nan, "us", note=f"differs from plain torch by {off:.2g}"))
-            continue
-        times = race({"portattn": ours, "torch": plain}, budget_s)
-        extra = [a - b for a, b in zip(times["portattn"], times["torch"])]
-        low, mid, high = (x * 1e6 for x in statistics.quantiles(extra, n=4))
-        note = f"{low:.1f} to {high:.1f}; the call {median(times['portattn']) * 1e6:.1f}, torch's {median(times['torch']) * 1e6:.1f}"
-        lines.append(Line("overhead", what, mid, "us", note=note))
-    return lines
 
 
 # ------------------------------------------------------------------ child processes
@@ -347,7 +402,7 @@ def child(code: str) -> str:
     """What a fresh Python prints that finds this portattn, wherever it lies."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     return done.stdout.strip()
@@ -358,7 +413,9 @@ def import_cost(quick: bool, budget_s: float) -> list[Line]:
     runs = [child(_IMPORT).split() for _ in range(3 if quick else 7)]
     took = sorted(float(run[0]) * 1e3 for run in runs)
     done = [what for i, what in enumerate(("a CUDA context", "an import of triton", "a thread"), 1) if runs[0][i] == "True"]
-    note = f"{took[0]:.0f} to {took[-1]:.0f}; " + ("makes " + ", ".join(done) if done else "no CUDA context, no triton, no thread")
+    note = f"{took[0]:.0f} to {took[-1]:.0f}; " + (
+        "makes " + ", ".join(done) if done else "no CUDA context, no triton, no thread"
+    )
     return [Line("import", "import portattn after import torch", statistics.median(took), "ms", note=note)]
 
 
@@ -379,7 +436,8 @@ def resident() -> tuple[int, int]:
 def peak_of_everything(tokens: int, heads: int, dim: int = 64) -> int:
     """Bytes beyond inputs and output that one float32 call with every feature of a dense call needs at its peak."""
     q, k, v, out = (torch.randn(1, tokens, h, dim) for h in (heads, heads // 5, heads // 5, heads))
-    kw: dict[str, Any] = dict(causal=True, window_size=(tokens, 0), softcap=20.0, alibi_slopes=torch.rand(heads), sinks=torch.rand(heads), return_lse=True)
+    kw: dict[str, Any] = dict(causal=True, window_size=(tokens, 0), softcap=20.0, alibi_slopes=torch.rand(heads),
+                              sinks=torch.rand(heads), return_lse=True)
     few = min(64, tokens)
     api.attention(q[:, :few], k[:, :few], v[:, :few], bias=torch.randn(1, heads, 1, few), **kw)  # threads and libraries start
     bias = torch.randn(1, heads, 1, tokens)
@@ -396,46 +454,78 @@ def memory(quick: bool, budget_s: float) -> list[Line]:
     except ImportError:
         return [Line("memory", what, math.nan, "MB", note="not measured: this system does not tell a process its peak memory")]
     extra = int(child(_MEMORY.format(tokens=tokens, heads=heads))) / 1e6
-    return [Line("memory", what, extra, "MB", note=f"peak beyond inputs and output; all scores at once would be {tokens**2 * heads * 4 / 1e6:.0f} MB")]
+    return [
+        Line(
+            "memory",
+            what,
+            extra,
+            "MB",
+            note=f"peak beyond inputs and output; all scores at once would be {tokens**2 * heads * 4 / 1e6:.0f} MB",
+        )
+    ]
 
 
 RUN: dict[str, Callable[[bool, float], list[Line]]] = {
-    "import": import_cost, "overhead": overhead, "dense": dense, "varlen": varlen, "decode": decode, "mixed": mixed, "memory": memory,
+    "import": import_cost,
+    "overhead": overhead,
+    "dense": dense,
+    "varlen": varlen,
+    "decode": decode,
+    "mixed": mixed,
+    "memory": memory,
 }
 
 
 # ------------------------------------------------------------------ report
-def row(line: Line) -> str:
-    text = f"  {line.what:<48} "
-    text += f"{line.value:8.3g} {line.unit:<3}" if math.isfinite(line.value) else f"{'':8} {'':3}"
-    if line.ratio is not None:
-        text += f" {line.ratio:6.2f} x {line.against} ({line.low:.2f} to {line.high:.2f})"
-    return text + (f" {line.note}" if line.note else "")
+def rows(lines: list[Line]) -> list[str]:
+    """The lines as text; a workload's name and our time stand before the first of its peers only."""
+    found, last = [], None
+    for line in lines:
+        text = f"  {'' if line.what == last else line.what:<46} "
+        text += f"{line.value:8.3g} {line.unit:<3}" if math.isfinite(line.value) and line.what != last else f"{'':12}"
+        if line.ratio is not None:
+            text += f" {line.ratio:6.2f} x {line.against} ({line.low:.2f} to {line.high:.2f})"
+        found.append(f"{text} {line.note}".rstrip())
+        last = line.what if math.isfinite(line.value) else None
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """`portattn bench`. Exit code 0; 1 if something could not be measured or a result was wrong."""
-    ap = argparse.ArgumentParser(prog="portattn bench", description="What portattn costs and gains on this machine's CPU: medians, and ratios within one run "
-                                 "(above 1: portattn is faster).", epilog="Exit code: 0 all measured, 1 a suite failed or a result was wrong.")
+    ap = argparse.ArgumentParser(
+        prog="portattn bench",
+        description="What portattn costs and gains on this machine's CPU: medians, and how many times faster than plain torch.",
+        epilog="Exit code: 0 all measured, 1 a suite failed or a result was wrong.",
+    )
     ap.add_argument("--suites", default=",".join(SUITES), help=f"comma-separated, of {', '.join(SUITES)}")
     ap.add_argument("--quick", action="store_true", help="fewer and smaller workloads, half a minute")
     ap.add_argument("--seconds", type=float, help="timing budget of a workload (default 3, with --quick 0.5)")
-    ap.add_argument("--threads", type=int, help="default: torch's")
+    ap.add_argument("--threads", type=int, help="default: torch's, or 1 where other jobs preempt them")
     ap.add_argument("--json", metavar="FILE", help="also write the measurements to a file (-: only print them, as JSON)")
     args = ap.parse_args(argv)
     suites = [name.strip() for name in args.suites.split(",") if name.strip()]
     for name in suites:
         if name not in RUN:
             ap.error(f"--suites: unknown {name!r}; known: {', '.join(SUITES)}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    busy = not args.threads and stalled()
+    torch.set_num_threads(args.threads or (1 if busy else threads))
+    try:
+        return _report(suites, args, busy)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _report(suites: list[str], args: argparse.Namespace, busy: bool) -> int:
     from .version import __version__
 
-    machine = {"portattn": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+    machine = {"portattn": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(), "busy": busy,
+               "cpu": torch.backends.cpu.get_cpu_capability()}
     progress, show = sys.stderr.isatty(), args.json != "-"
     if show:
-        print("portattn {portattn}, torch {torch}, {threads} threads, {cpu}".format(**machine))
+        print("portattn {portattn}, torch {torch}, {cpu}, threads: {threads}".format(**machine)
+              + (" (other jobs preempt more; --threads insists)" if busy else ""))
+    torch.manual_seed(0)
     lines, failed = [], False
     with torch.inference_mode():
         for i, name in enumerate(suites):
@@ -444,20 +534,20 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 got = RUN[name](args.quick, args.seconds or (0.5 if args.quick else 3.0))
             except Exception as exc:
-                got = [Line(name, "", math.nan, "", note=f"{type(exc).__name__}: {' '.join(str(exc).split())}")]
+                got = [Line(name, "failed", math.nan, "", note=f"{type(exc).__name__}: {' '.join(str(exc).split())}")]
                 failed = True
             failed |= any("differ" in line.note for line in got)
             lines += got
             if progress:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             if show:
-                print(name, *map(row, got), sep="\n", flush=True)
+                print(name, *rows(got), sep="\n", flush=True)
     if args.json:
         data = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in line._asdict().items()} for line in lines]
-        text = json.dumps({"machine": machine, "lines": data}, indent=2)
+        text = json.dumps({"machine": machine, "lines": data}, indent=2) + "\n"
         if args.json == "-":
-            print(text)
+            print(text, end="")
         else:
             with open(args.json, "w", encoding="utf-8") as f:
-                f.write(text + "\n")
+                f.write(text)
     return int(failed)

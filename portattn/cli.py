@@ -34,8 +34,9 @@ def commands() -> dict[str, str]:
 
 def _tunable() -> dict[str, str]:
     """Backends with a module `tune`: {name: module}. Asks the file system only, so that --help imports no adapter."""
-    roots = importlib.import_module("portattn.backends").__path__  # portattn.backends itself is the function
-    files = (file for root in roots for file in glob.glob(os.path.join(root, "*", "tune.py")))
+    from . import backends
+
+    files = (file for root in backends.__path__ for file in glob.glob(os.path.join(root, "*", "tune.py")))
     names = sorted(os.path.basename(os.path.dirname(file)) for file in files)
     return {name: f"portattn.backends.{name}.tune" for name in names}
 

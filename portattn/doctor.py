@@ -21,7 +21,8 @@ import warnings
 from typing import Any, Callable, Iterable, Iterator
 
 from . import config
-from .findings import Device, Finding, Imports, examine, fp8_formats, guarded, look, worst_first
+from .findings import Finding, examine, fp8_formats, worst_first
+from .survey import Device, Imports, guarded, look
 
 CHECK_LIMIT_S = 60.0  # the longest that a child may compute, compilation included
 DTYPES = ("float32", "float16", "bfloat16")
@@ -46,7 +47,9 @@ def report(checks: bool = True, imports: Imports | None = None) -> dict[str, Any
         try:
             return ask()
         except Exception as exc:
-            findings.append(Finding("error", "doctor", f"{what} could not be looked at: {type(exc).__name__}: {exc}", "report it"))
+            findings.append(
+                Finding("error", "doctor", f"{what} could not be looked at: {type(exc).__name__}: {exc}", "report it")
+            )
             return default
 
     with warnings.catch_warnings():
@@ -56,8 +59,13 @@ def report(checks: bool = True, imports: Imports | None = None) -> dict[str, Any
         computed = part("computations", lambda: _checks(world.devices), []) if checks else []
         states = part("backends", lambda: _backends(world.devices), [])
         verdicts = part("verdicts", _verdicts, [])
-    for what, find in (("backends", lambda: _of_backends(states)), ("the order", lambda: _of_order()), ("choices", lambda: _of_choices(chosen)),
-                       ("computations", lambda: _of_checks(computed)), ("verdicts", lambda: _of_verdicts(verdicts, computed))):
+    for what, find in (
+        ("backends", lambda: _of_backends(states)),
+        ("the order", lambda: _of_order()),
+        ("choices", lambda: _of_choices(chosen)),
+        ("computations", lambda: _of_checks(computed)),
+        ("verdicts", lambda: _of_verdicts(verdicts, computed)),
+    ):
         findings += part(what, lambda: list(find()), [])
     findings = worst_first([*findings, *examine(world)])
     from .version import __version__
@@ -106,8 +114,18 @@ def problem(device: Device, call: str, dtype: str) -> Any:
     """The Problem that stands for a kind of call on a device."""
     from .problem import Problem
 
-    return Problem(device=device.kind, arch=device.arch, dtype=dtype, kv_dtype=dtype, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
-                   out_dtype=dtype, **CALLS[call])
+    return Problem(
+        device=device.kind,
+        arch=device.arch,
+        dtype=dtype,
+        kv_dtype=dtype,
+        num_heads_q=32,
+        num_heads_kv=8,
+        head_dim=128,
+        head_dim_v=128,
+        out_dtype=dtype,
+        **CALLS[call],
+    )
 
 
 def _choices(devices: Iterable[Device]) -> list[dict[str, Any]]:
@@ -153,7 +171,7 @@ def _safe_here(name: str, device: Device) -> bool:
     """Torch's own kernels on the CPU end no process; a backend that this process registered exists here only."""
     from . import registry
 
-    return (name, device.kind) == ("sdpa", "cpu") or not isinstance(registry._entries[name].module, str)
+    return (name, device.kind) == ("sdpa", "cpu") or not isinstance(registry._known()[name].module, str)
 
 
 def compute(job: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +185,9 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
     try:
         device = torch.device(job["device"])
         kind = facts(device)
-        bound = registry.bind(problem(Device(job["device"], kind.device, kind.arch), job["call"], job["dtype"]), device, job["backend"], check=False)
+        bound = registry.bind(
+            problem(Device(job["device"], kind.device, kind.arch), job["call"], job["dtype"]), device, job["backend"], check=False
+        )
         error, result["seconds"] = verdicts.measure(bound, device)
         limit = verdicts.TOLERANCE[job["dtype"]]
         result["error"] = error if math.isfinite(error) else None  # JSON has no infinity
@@ -225,7 +245,9 @@ def _verdicts() -> list[dict[str, Any]]:
 def _of_backends(states: list[dict]) -> Iterator[Finding]:
     for backend in states:
         for r in backend["reasons"] if backend["level"] == "broken" else ():
-            yield Finding("error", "backend", f"{backend['name']} is broken: {r['code']}: need {r['need']}, have {r['have']}", r["fix"])
+            yield Finding(
+                "error", "backend", f"{backend['name']} is broken: {r['code']}: need {r['need']}, have {r['have']}", r["fix"]
+            )
 
 
 def _of_order() -> Iterator[Finding]:
@@ -262,8 +284,12 @@ def _of_verdicts(verdicts: list[dict], computed: list[dict]) -> Iterator[Finding
     failed = {c["backend"] for c in computed if not c["ok"]}
     for v in verdicts:
         if not v["ok"] and v["backend"] not in failed:
-            yield Finding("error", "quarantined", f"{v['backend']} {v['family']} {v['dtype']} on {v['device']} is quarantined: {v['detail']}",
-                          f"after mending it, delete {os.path.join(config.cache_dir(), 'verdicts')}")
+            yield Finding(
+                "error",
+                "quarantined",
+                f"{v['backend']} {v['family']} {v['dtype']} on {v['device']} is quarantined: {v['detail']}",
+                f"after mending it, delete {os.path.join(config.cache_dir(), 'verdicts')}",
+            )
 
 
 def _without(name: str) -> str:
@@ -282,7 +308,11 @@ class Style:
     MARKS = {"good": ("✓", "+"), "bad": ("✗", "x"), "warn": ("!", "!"), "dim": ("·", "-")}
 
     def __init__(self, stream: Any):
-        self.colour = bool(getattr(stream, "isatty", lambda: False)()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.colour = (
+            bool(getattr(stream, "isatty", lambda: False)())
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb"
+        )
         try:
             "✓✗·".encode(getattr(stream, "encoding", None) or "ascii")
             self.plain = 0
@@ -307,14 +337,25 @@ def text(r: dict[str, Any], style: Style) -> str:
 
     section("Devices")
     for d in r["devices"]:
-        facts = [d["arch"], f"{r['threads']} threads" if d["kind"] == "cpu" else "", gib(d["memory"]) + (f" ({gib(d['free'])} free)" if d["free"] else "") if d["memory"] else "", "MIG slice" if d["mig"] else "",
-                 f"fp8 {', '.join(d['fp8'])}" if d["fp8"] else "", d["problem"]]
-        lines.append(f"  {style.mark('bad' if d['problem'] else 'good')} {d['device']:<8} {', '.join(filter(None, [d['name'], *facts]))}")
+        facts = [
+            d["arch"],
+            f"{r['threads']} threads" if d["kind"] == "cpu" else "",
+            gib(d["memory"]) + (f" ({gib(d['free'])} free)" if d["free"] else "") if d["memory"] else "",
+            "MIG slice" if d["mig"] else "",
+            f"fp8 {', '.join(d['fp8'])}" if d["fp8"] else "",
+            d["problem"],
+        ]
+        lines.append(
+            f"  {style.mark('bad' if d['problem'] else 'good')} {d['device']:<8} {', '.join(filter(None, [d['name'], *facts]))}"
+        )
     section("Backends")
     marks = {"ready": "good", "partial": "warn", "unavailable": "dim", "broken": "bad"}
     width = max((len(b["name"]) for b in r["backends"]), default=0)
     for b in r["backends"]:
-        lines.append(f"  {style.mark(marks[b['level']])} {b['name']:<{width}}  {b['level']}" + (f": {b['title']}" if b["level"] == "ready" else ""))
+        lines.append(
+            f"  {style.mark(marks[b['level']])} {b['name']:<{width}}  {b['level']}"
+            + (f": {b['title']}" if b["level"] == "ready" else "")
+        )
         for reason in b["reasons"]:
             lines.append(style.paint("dim", f"    {'':{width}}{reason['code']}: need {reason['need']}, have {reason['have']}"))
             if reason["fix"]:
@@ -337,7 +378,11 @@ def text(r: dict[str, Any], style: Style) -> str:
             lines.append(f"      fix: {f['fix']}")
     count = {level: sum(f["level"] == level for f in r["findings"]) for level in kinds}
     summary = ", ".join(f"{n} {level}{'s' if n > 1 else ''}" for level, n in count.items() if n and level != "note")
-    lines += ["", style.paint("bad" if count["error"] else "warn" if summary else "good", summary or "No trouble found.") + style.paint("dim", f"   {r['seconds']:.1f} s")]
+    lines += [
+        "",
+        style.paint("bad" if count["error"] else "warn" if summary else "good", summary or "No trouble found.")
+        + style.paint("dim", f"   {r['seconds']:.1f} s"),
+    ]
     return "\n".join(lines)
 
 
@@ -378,8 +423,11 @@ def _check_rows(checks: list[dict]) -> Iterator[tuple[str, str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """`portattn doctor`; returns the exit code."""
-    ap = argparse.ArgumentParser(prog="portattn doctor", description="What this machine can do, what stands in the way, and what mends it.",
-                                 epilog="Exit code: 0 no errors (warnings and notes may be there), 1 at least one error.")
+    ap = argparse.ArgumentParser(
+        prog="portattn doctor",
+        description="What this machine can do, what stands in the way, and what mends it.",
+        epilog="Exit code: 0 no errors (warnings and notes may be there), 1 at least one error.",
+    )
     ap.add_argument("--json", action="store_true", help="the whole report as JSON")
     ap.add_argument("--no-checks", action="store_true", help="leave out the tiny computations")
     args = ap.parse_args(argv)

@@ -89,7 +89,9 @@ def call_of(args: argparse.Namespace) -> tuple[Callable, tuple, dict[str, Any]]:
     for name in features:
         if name not in FEATURES:
             near = difflib.get_close_matches(name, FEATURES, n=1)
-            raise Usage(f"--features: unknown {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(FEATURES)}"))
+            raise Usage(
+                f"--features: unknown {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(FEATURES)}")
+            )
     if args.case is None and args.layout in ("cache_append", "merge_states"):
         if features:
             raise Usage(f"--features: {args.layout} has none")
@@ -111,7 +113,12 @@ def main(argv: list[str] | None = None) -> int:
     """`portattn explain`. Exit code 0 with a backend, 1 without one, 2 for wrong usage."""
     ap = argparse.ArgumentParser(prog="portattn explain", description="What would run a call, and why not the other backends.",
                                  epilog="Exit code: 0 a backend serves it, 1 none does, 2 wrong usage.")
-    ap.add_argument("case", nargs="?", metavar="CASE_ID", help="a case id as `portattn conformance` prints it; else the options below describe the call")
+    ap.add_argument(
+        "case",
+        nargs="?",
+        metavar="CASE_ID",
+        help="a case id as `portattn conformance` prints it; else the options below describe the call",
+    )
     ap.add_argument("--layout", choices=LAYOUTS, default="dense")
     ap.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q (default bfloat16)")
     ap.add_argument("--kv-dtype", choices=KV_DTYPES, help="of an 8-bit cache")
@@ -131,11 +138,21 @@ def main(argv: list[str] | None = None) -> int:
     except NoBackendError as exc:
         print(json.dumps({"backend": None, "error": str(exc), "rejected": _plain(exc.rejected)}, indent=2) if args.json else exc)
         return 1
-    except (Usage, PortattnError, RuntimeError, AssertionError) as exc:  # torch names a device that is not there in the last two ways
+    except (
+        Usage,
+        PortattnError,
+        RuntimeError,
+        AssertionError,
+    ) as exc:  # torch names a device that is not there in the last two ways
         print(f"portattn explain: {exc}", file=sys.stderr)
         return 2
     if args.json:
-        found = {"problem": choice.problem._asdict(), "backend": choice.backend, "capability": choice.capability.id, "notes": list(choice.notes)}
+        found = {
+            "problem": choice.problem._asdict(),
+            "backend": choice.backend,
+            "capability": choice.capability.id,
+            "notes": list(choice.notes),
+        }
         print(json.dumps({**found, "rejected": _plain(choice.rejected)}, indent=2))
     else:
         print(choice)

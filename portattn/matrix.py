@@ -61,7 +61,9 @@ def _checked(lane: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for key in lane:
         if key not in LANE:
             near = difflib.get_close_matches(str(key), LANE, n=1)
-            raise ManifestError(f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(LANE)}"))
+            raise ManifestError(
+                f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(LANE)}")
+            )
     if not lane.get("lane"):
         raise ManifestError(f"{where}: missing key 'lane'")
     return lane
@@ -83,7 +85,9 @@ def table(manifests: Mapping[str, Manifest]) -> str:
     for name, m in sorted(manifests.items(), key=lambda item: (-item[1].priority, item[0])):
         for c in m.capabilities:
             label = f"`{name}`" if len(m.capabilities) == 1 else f"`{name}` {c.id}"
-            rows.append((label, _where(c), _dtypes(c), _names(c.layouts, LAYOUTS), _dims(c), _names(c.features, FEATURES), evidence(m, c)))
+            rows.append(
+                (label, _where(c), _dtypes(c), _names(c.layouts, LAYOUTS), _dims(c), _names(c.features, FEATURES), evidence(m, c))
+            )
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
@@ -176,12 +180,14 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(found))
         return 0
     for job in found["include"]:
-        print("{backend:<8} {lane:<10} {level:<6} python {python:<5} torch {torch:<7} on ".format(**job) + ", ".join(job["runner"]))
+        print(
+            "{backend:<8} {lane:<10} {level:<6} python {python:<5} torch {torch:<7} on ".format(**job) + ", ".join(job["runner"])
+        )
     return 0
 
 
 def support_table(argv: list[str] | None = None) -> int:
-    """`portattn support-table`: prints, writes or checks the table. Exit code 0; 1 if --check finds it stale; 2 for a file without markers."""
+    """`portattn support-table`: prints, writes or checks the table. Exit code 0; 1: --check finds it stale; 2: no markers."""
     ap = argparse.ArgumentParser(prog="portattn support-table", description="The support table, from the manifests.")
     where = ap.add_mutually_exclusive_group()
     where.add_argument("--write", metavar="FILE", help=f"replace the table between {BEGIN} and {END}")
