@@ -15,7 +15,7 @@ from portattn.capability import Reason
 from portattn.device import facts
 from portattn.problem import Call
 
-from . import append, arith, fused, grad, holes, lengths, merging, paged, tiled
+from . import append, arith, fused, grad, holes, lengths, merging, paged, small, tiled
 from .tiled import Rules
 
 
@@ -44,15 +44,24 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
 
 def _route(call: Call, bound):
     """The function for every call of this shape and these options."""
+    state, paged_call = bound.state, call.block_table is not None
+    ragged = not paged_call and call.cu_seqlens_q is not None
     if bound.problem.grad:
-        return _dense_grad if call.block_table is None and call.cu_seqlens_q is None else _varlen_grad
-    if call.block_table is not None:
-        return _paged
-    if call.cu_seqlens_q is not None:
+        return _varlen_grad if ragged else _dense_grad
+    state["fused"] = not _declined(call)
+    state["plain"] = (state["fused"] and call.window_left < 0 and call.alibi_slopes is None and call.sinks is None and not call.batch_invariant
+                      and call.k.dtype == call.q.dtype)
+    if paged_call:
+        one = state["host"] and state["plain"] and call.cu_seqlens_q is None and call.q.shape[1] == 1 and call.q.is_contiguous()
+        simple = call.k_new is None and call.rotary_cos is None and call.k_scale is None and call.v_scale is None
+        right = call.causal or call.window_right <= 0
+        return _paged_one if one and simple and right and call.k.shape[1] < paged.BIG_PAGE else _paged
+    if ragged:
         return _varlen
-    if _fused_dense(call):
+    if _fused_dense(call, state["plain"]):
         return _dense_fused
-    return _dense
+    scores = call.q.shape[0] * call.q.shape[1] * call.q.shape[2] * call.k.shape[1]
+    return _dense_small if state["host"] and 0 < scores <= small.MOST_SCORES and not call.batch_invariant else _dense
 
 
 def _declined(call: Call) -> str:
@@ -61,14 +70,18 @@ def _declined(call: Call) -> str:
                           call.softcap == 0 and call.bias is None)
 
 
-def _fused_dense(call: Call) -> bool:
+def _fused_dense(call: Call, plain: bool) -> bool:
     """Whether one fused call computes a dense problem, and does so faster than tiles."""
     (batch, sq, hq, _), sk = call.q.shape, call.k.shape[1]
-    right = 0 if call.causal else call.window_right
-    plain = call.window_left < 0 and (right < 0 or right == 0 and sq == sk) and call.alibi_slopes is None and call.sinks is None
-    if not plain or call.batch_invariant or 0 in (batch, sq, sk, hq) or call.k.dtype != call.q.dtype or _declined(call):
+    if not plain or 0 in (batch, sq, sk, hq) or not _square(call, sq, sk):
         return False
-    return holes.kind(call.q.device) != "cpu" or (hq == call.k.shape[2] or sq == 1) and sq * sk * batch * hq <= fused.CPU_SCORES
+    return holes.kind(call.q.device) != "cpu" or not call.return_lse and batch * hq * sq * sk <= fused.CPU_SCORES
+
+
+def _square(call: Call, sq: int, sk: int) -> bool:
+    """Whether SDPA's top-left mask, or none, is right: its corner is ours only if Sq == Sk; one query at the end sees all."""
+    right = 0 if call.causal else call.window_right
+    return right < 0 or right == 0 and (sq == sk or sq == 1)
 
 
 def _outputs(call: Call, *shape: int) -> tuple[Tensor, Tensor | None]:
@@ -89,12 +102,18 @@ def _dense(call: Call, bound, host: bool):
 
 
 def _dense_fused(call: Call, bound, host: bool):
-    if call.q.shape[1] == 1 and host:
-        out, lse = (x.unsqueeze(1) for x in fused.decode(call.q[:, 0], call.k, call.v, call.softmax_scale, None, 0))
+    causal = call.q.shape[1] > 1 and (call.causal or call.window_right == 0)
+    if host:
+        out, lse = fused.small(call.q, call.k, call.v, call.softmax_scale, causal), None
     else:
-        out, lse = fused.dense(call.q, call.k, call.v, call.softmax_scale, call.q.shape[1] > 1 and (call.causal or call.window_right == 0))
+        out, lse = fused.dense(call.q, call.k, call.v, call.softmax_scale, causal)
     out = call.out.copy_(out) if call.out is not None else out.contiguous()
     return (out, lse.contiguous()) if call.return_lse else out
+
+
+def _dense_small(call: Call, bound, host: bool):
+    out, lse = small.attend(call.q, call.k, call.v, rules_of(call), call.return_lse)
+    return _result(call.out.copy_(out) if call.out is not None else out, lse)
 
 
 def _dense_grad(call: Call, bound, host: bool):
@@ -113,22 +132,53 @@ def _spans(call: Call) -> tuple[list[int], list[int], list[int]]:
 
 def _varlen(call: Call, bound, host: bool):
     q, k, v = call.q, call.k, call.v
-    out, lse = _outputs(call, *q.shape[:2], v.shape[-1])
     rules = rules_of(call)
     if host:
-        starts_q, starts_k, ends_k = _spans(call)
-        for b, (q0, k0, k1) in enumerate(zip(starts_q, starts_k, ends_k)):
-            rows, keys = slice(q0, starts_q[b + 1]), slice(k0, k1)
-            if rows.start < rows.stop:
-                tiled.attend(q[None, rows], k[None, keys], v[None, keys], _of_sequence(rules, b), out[None, rows],
-                             lse[None, rows] if lse is not None else None)
-        return _result(out, lse)
+        return _varlen_host(call, bound, rules)
+    out, lse = _outputs(call, *q.shape[:2], v.shape[-1])
     ragged, starts_k = _ragged(call)
     fetch_k, fetch_v = lengths.rows_of(k, starts_k), lengths.rows_of(v, starts_k)
     if k.shape[0] == 0:
         ragged = ragged._replace(max_k=0)
     lengths.attend(ragged, k.shape[1], v.shape[2], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules, out, lse,
                    tiled.limits(q.device), call.batch_invariant)
+    return _result(out, lse)
+
+
+def _varlen_host(call: Call, bound, rules: Rules):
+    """Each sequence by itself: one fused call, all scores at once, or tiles, by its size."""
+    q, k, v, want_lse = call.q[None], call.k[None], call.v[None], call.return_lse
+    total, hq = call.q.shape[:2]
+    starts_q, starts_k, ends_k = _spans(call)
+    fuse, invariant = bound.state["plain"] and not want_lse, call.batch_invariant
+    out = lse = None
+    for b, (q0, k0, k1) in enumerate(zip(starts_q, starts_k, ends_k)):
+        sq, sk = starts_q[b + 1] - q0, k1 - k0
+        if sq == 0:
+            continue
+        scores = hq * sq * sk
+        parts = q.narrow(1, q0, sq), k.narrow(1, k0, sk), v.narrow(1, k0, sk)
+        got_lse = None
+        if fuse and 0 < scores <= fused.CPU_SCORES and _square(call, sq, sk):
+            got = fused.small(*parts, rules.scale, rules.right == 0 and sq > 1)
+        elif 0 < scores <= small.MOST_SCORES and not invariant:
+            got, got_lse = small.attend(*parts, _of_sequence(rules, b), want_lse)
+        else:
+            got = None
+        if got is not None and sq == total and call.out is None:  # the only sequence: nothing to copy
+            return _result(got[0], got_lse[0] if want_lse else None)
+        if out is None:
+            out, lse = _outputs(call, total, hq, v.shape[-1])
+            out4, lse3 = out[None], lse[None] if want_lse else None
+        to, to_lse = out4.narrow(1, q0, sq), lse3.narrow(1, q0, sq) if want_lse else None
+        if got is None:
+            tiled.attend(*parts, _of_sequence(rules, b), to, to_lse)
+        else:
+            to.copy_(got)
+            if want_lse:
+                to_lse.copy_(got_lse)
+    if out is None:
+        out, lse = _outputs(call, total, hq, v.shape[-1])
     return _result(out, lse)
 
 
@@ -158,6 +208,18 @@ def _varlen_grad(call: Call, bound, host: bool):
 
 
 # ------------------------------------------------------------------ paged
+def _paged_one(call: Call, bound, host: bool):
+    """Decode of equal, short lengths without features: one gather and one fused call."""
+    lens = call.kv_lens.tolist()
+    n = lens[0] if lens else 0
+    if n <= 0 or n * len(lens) > paged.CHUNK_TOKENS or lens.count(n) != len(lens):
+        return _paged(call, bound, host)
+    out, lse = paged.decode(call.q, call, call.softmax_scale, n)
+    shape = call.q.shape
+    out = out.reshape(shape) if call.out is None else call.out.copy_(out.reshape(shape))
+    return (out, lse.reshape(shape[:3])) if call.return_lse else out
+
+
 def _paged(call: Call, bound, host: bool):
     q, lead = call.q, call.q.shape[:-1]
     heads, dim_v = call.k.shape[2], call.v.shape[3]
@@ -173,9 +235,7 @@ def _paged(call: Call, bound, host: bool):
     flat_out, flat_lse = _flat(out, q.shape[0]), lse.view(-1, lead[-1]) if lse is not None else None
     if host:
         spans = call.cu_seqlens_q.tolist() if ragged else range(0, lead[0] * lead[1] + 1, lead[1])
-        fast = bound.state.get("fast")
-        if fast is None:
-            fast = bound.state["fast"] = call.k.dtype == q.dtype and not _declined(call)
+        fast = bound.state["fused"] and call.k.dtype == q.dtype
         paged.attend_host(q, spans, call.kv_lens.tolist(), call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
     else:
         k_lens = call.kv_lens.to(torch.int64).clamp(min=0)
@@ -217,7 +277,7 @@ def notes(call: Call, bound) -> tuple[str, ...]:
         said.append("each sequence by itself" if host else "sequences padded tile by tile, lengths stay on the device")
     if bound.problem.grad:
         said.append("gradients by recomputed tiles")
-    elif call.block_table is None and call.cu_seqlens_q is None and _fused_dense(call):
+    elif call.block_table is None and call.cu_seqlens_q is None and _fused_dense(call, bound.state.get("plain", False)):
         return (*said, "fused SDPA")
     elif call.block_table is not None and host and not (why := _declined(call)) and call.k.dtype == call.q.dtype:
         said.append("fused SDPA for one query token")

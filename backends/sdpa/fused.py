@@ -1,17 +1,19 @@
 """torch's own fused SDPA: where it is right, and faster than tiles of ours.
 
-Its operators are called by name: the public function may choose MATH, with O(N**2) scores, and the switch that forbids
-that is global to the process. holes.py says where SDPA must not be used; the conditions below are those of its kernels.
+Where scores are many, its operators are called by name: the public function may choose MATH, with O(N**2) scores, and
+the switch that forbids that is global to the process. holes.py says where SDPA must not be used; the conditions below are those of its kernels.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import holes
 
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash = lambda q, k, v, scale: _cpu_flash(q, k, v, 0.0, False, scale=scale)  # (B, H, S, D); out and lse
 _cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 # Above this many scores the tiles win on CPU (they copy K and V once, head-major, and mask only corners); below, one call wins.
 CPU_SCORES = 1 << 16
@@ -35,13 +37,16 @@ def declined(device: str, arch: str, dtype: torch.dtype, dim: int, dim_v: int, p
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, D) and lse (B, Sq, Hq) of (B, S, H, D) tensors, neither length 0; `causal` only if Sq == Sk."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q.device.type == "cpu":
-        out, lse = _cpu_flash(q, k, v, 0.0, causal, scale=scale)
-    else:
-        out, lse = _cuda_flash(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    """out (B, Sq, Hq, D) and lse (B, Sq, Hq) of (B, S, H, D) tensors on a GPU, neither length 0; `causal` only if Sq == Sk."""
+    out, lse = _cuda_flash(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, False, scale=scale)[:2]
     return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def small(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """out (B, Sq, Hq, D) of at most CPU_SCORES scores on CPU. The public function: it alone groups heads in every version."""
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, causal, scale=scale,
+                                         enable_gqa=q.shape[2] != k.shape[2])
+    return out.transpose(1, 2)
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None, last: int) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,19 @@ def gather(cache: Tensor, table: Tensor, first: int, last: int, name: str) -> Te
     return found.view(kind) if kind.itemsize == 1 else found
 
 
+def decode(q: Tensor, call, scale: float, n: int) -> tuple[Tensor, Tensor]:
+    """out and lse as (B, Hkv, group, D) and (B, Hkv, group): one query token (B, 1, Hq, D) each over the first n keys of its pages.
+
+    Few tokens in contiguous pages: the shortest way from a table to the fused operator.
+    """
+    (batch, _, hq, dim), (_, size, heads, _) = q.shape, call.k.shape
+    pages = -(-n // size)
+    ids = call.block_table[:, :pages].reshape(-1)
+    shape, strides = (batch, heads, n, dim), (pages * size * heads * dim, dim, heads * dim, 1)
+    k, v = call.k.index_select(0, ids).as_strided(shape, strides), call.v.index_select(0, ids).as_strided(shape, strides)
+    return fused.flash(q.view(batch, heads, hq // heads, dim), k, v, scale)
+
+
 def rescaled(x: Tensor, scale: Tensor | float | None, b: int, count: int, plain: torch.dtype) -> Tensor:
     """x (nb, n, Hkv, D) times its scale, in float32; x itself where it is q's dtype and has none. Sequences b .. b + count."""
     if scale is None:

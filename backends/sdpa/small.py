@@ -1,0 +1,83 @@
+"""Problems of at most a few thousand scores on CPU, where the number of torch calls is the cost: all scores at once.
+
+Masks and distances follow from lengths and window alone, so they are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import arith
+from .tiled import INF, Rules
+
+MOST_SCORES = 1 << 14  # batch x heads x Sq x Sk
+_ZERO = torch.zeros(1)
+
+
+@functools.lru_cache(maxsize=64)
+def hidden(sq: int, sk: int, left: int, right: int) -> tuple[Tensor | None, bool]:
+    """What each row must not see, bool (Sq, Sk) or None, and whether some row sees nothing."""
+    away = _away(sq, sk)
+    mask = None
+    if right >= 0:
+        mask = away < -right
+    if left >= 0:
+        mask = away > left if mask is None else mask | (away > left)
+    if mask is None or not bool(mask.any()):
+        return None, sk == 0
+    return mask, bool(mask.all(-1).any())
+
+
+def _away(sq: int, sk: int) -> Tensor:
+    return torch.arange(sk - sq, sk)[:, None] - torch.arange(sk)
+
+
+@functools.lru_cache(maxsize=64)
+def far(sq: int, sk: int) -> Tensor:
+    """|position - key|, float32 (Sq, Sk)."""
+    return _away(sq, sk).abs().float()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """out (B, Sq, Hq, Dv) of q's dtype, contiguous, and lse (B, Sq, Hq); q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D|Dv), no length 0."""
+    (batch, sq, hq, dim), (_, sk, heads, dim_v) = q.shape, v.shape
+    scale, left, right, softcap, bias, slopes, sinks = rules
+    dtype = q.dtype
+    if dtype != torch.float32:
+        q, k, v = q.float(), k.float(), v.float()
+    units, group = batch * heads, hq // heads
+    rows = q.view(batch, sq, heads, group, dim).permute(0, 2, 3, 1, 4).reshape(units, group * sq, dim)
+    kt = k.permute(0, 2, 3, 1).reshape(units, dim, sk)
+    alpha = scale / softcap if softcap else scale
+    s = arith.product(rows, kt).mul_(alpha) if arith.reduced("cpu") else torch.baddbmm(_ZERO, rows, kt, beta=0, alpha=alpha)
+    if softcap:
+        s.tanh_().mul_(softcap)
+    mask, empty = hidden(sq, sk, left, right)
+    if bias is not None or slopes is not None or mask is not None or sinks is not None:
+        s = s.view(batch, hq, sq, sk)
+        if slopes is not None:
+            s.addcmul_(slopes[..., None, None], far(sq, sk), value=-1)
+        if bias is not None:
+            empty = True  # perhaps
+            s = s.masked_fill_(bias.logical_not(), -INF) if bias.dtype == torch.bool else s.add_(bias)
+        if mask is not None:
+            s.masked_fill_(mask, -INF)
+    lse = None
+    if want_lse or empty or sinks is not None:
+        lse = s.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.view(hq, 1, 1))
+        p = s.sub_(lse.masked_fill(lse == -INF, 0.0) if empty else lse).exp_()
+    else:
+        p = s.softmax(-1)
+    product = arith.product if arith.reduced("cpu") else torch.bmm
+    out = product(p.view(units, group * sq, sk), v.transpose(1, 2).reshape(units, sk, dim_v))
+    out = out.view(batch, hq, sq, dim_v).transpose(1, 2)
+    out = out.contiguous() if dtype == torch.float32 else out.to(dtype, memory_format=torch.contiguous_format)
+    return out, lse.view(batch, hq, sq).transpose(1, 2).contiguous() if want_lse else None
+
+
+__all__ = ["MOST_SCORES", "attend"]
