@@ -13,7 +13,7 @@ from torch import Tensor
 
 from portattn.capability import Reason
 from portattn.device import facts
-from portattn.problem import Call
+from portattn.problem import Call, dtype_name
 
 from . import append, arith, fused, grad, holes, lengths, merging, paged, small, tiled
 from .tiled import Rules
@@ -37,9 +37,14 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
     state = bound.state
     route = state.get("route")
     if route is None:
-        state["host"] = holes.kind(call.q.device) == "cpu"  # lengths on the host are free to read; a device's never are
-        route = state["route"] = _route(call, bound)
+        route = _bind(call, bound)
     return route(call, bound, state["host"])
+
+
+def _bind(call: Call, bound):
+    bound.state["host"] = holes.kind(call.q.device) == "cpu"  # lengths on the host are free to read; a device's never are
+    route = bound.state["route"] = _route(call, bound)
+    return route
 
 
 def _route(call: Call, bound):
@@ -123,7 +128,8 @@ def _dense_grad(call: Call, bound, host: bool):
 
 # ------------------------------------------------------------------ varlen
 def _spans(call: Call) -> tuple[list[int], list[int], list[int]]:
-    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    starts_q = call.cu_seqlens_q.tolist()
+    starts_k = starts_q if call.cu_seqlens_k is call.cu_seqlens_q else call.cu_seqlens_k.tolist()
     ends_k = starts_k[1:]
     if call.seqused_k is not None:
         ends_k = [lo + max(n, 0) for lo, n in zip(starts_k, call.seqused_k.tolist())]
@@ -147,7 +153,7 @@ def _varlen(call: Call, bound, host: bool):
 
 def _varlen_host(call: Call, bound, rules: Rules):
     """Each sequence by itself: one fused call, all scores at once, or tiles, by its size."""
-    q, k, v, want_lse = call.q[None], call.k[None], call.v[None], call.return_lse
+    q, k, v, want_lse = call.q.unsqueeze(0), call.k.unsqueeze(0), call.v.unsqueeze(0), call.return_lse
     total, hq = call.q.shape[:2]
     starts_q, starts_k, ends_k = _spans(call)
     fuse, invariant = bound.state["plain"] and not want_lse, call.batch_invariant
@@ -157,7 +163,7 @@ def _varlen_host(call: Call, bound, rules: Rules):
         if sq == 0:
             continue
         scores = hq * sq * sk
-        parts = q.narrow(1, q0, sq), k.narrow(1, k0, sk), v.narrow(1, k0, sk)
+        parts = (q, k, v) if sq == total and sk == k.shape[1] else (q.narrow(1, q0, sq), k.narrow(1, k0, sk), v.narrow(1, k0, sk))
         got_lse = None
         if fuse and 0 < scores <= fused.CPU_SCORES and _square(call, sq, sk):
             got = fused.small(*parts, rules.scale, rules.right == 0 and sq > 1)
@@ -166,7 +172,7 @@ def _varlen_host(call: Call, bound, rules: Rules):
         else:
             got = None
         if got is not None and sq == total and call.out is None:  # the only sequence: nothing to copy
-            return _result(got[0], got_lse[0] if want_lse else None)
+            return _result(got.squeeze(0), got_lse.squeeze(0) if want_lse else None)
         if out is None:
             out, lse = _outputs(call, total, hq, v.shape[-1])
             out4, lse3 = out[None], lse[None] if want_lse else None
@@ -214,7 +220,7 @@ def _paged_one(call: Call, bound, host: bool):
     n = lens[0] if lens else 0
     if n <= 0 or n * len(lens) > paged.CHUNK_TOKENS or lens.count(n) != len(lens):
         return _paged(call, bound, host)
-    out, lse = paged.decode(call.q, call, call.softmax_scale, n)
+    out, lse = paged.decode(call.q, call, n)
     shape = call.q.shape
     out = out.reshape(shape) if call.out is None else call.out.copy_(out.reshape(shape))
     return (out, lse.reshape(shape[:3])) if call.return_lse else out
@@ -268,24 +274,25 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound) -> tup
 
 def notes(call: Call, bound) -> tuple[str, ...]:
     """What explain() says of the route."""
+    route, device, host = _bind(call, bound), call.q.device, bound.state["host"]
+    if route is _dense_fused:
+        return ("fused SDPA",)
+    if route is _dense_small:
+        return ("all scores at once",)
     said = []
-    device, host = call.q.device, holes.kind(call.q.device) == "cpu"
-    if call.block_table is not None:
-        said.append("pages gathered into kept buffers, lengths read on the host" if host else
-                    "pages gathered tile by tile, lengths stay on the device")
-    elif call.cu_seqlens_q is not None:
+    if route in (_paged, _paged_one):
+        said.append("pages gathered, lengths read on the host" if host else "pages gathered tile by tile, lengths stay on the device")
+        if host and bound.state["fused"] and call.k.dtype == call.q.dtype:
+            said.append("fused SDPA for single query tokens")
+    elif route is not _dense and route is not _dense_grad:
         said.append("each sequence by itself" if host else "sequences padded tile by tile, lengths stay on the device")
     if bound.problem.grad:
         said.append("gradients by recomputed tiles")
-    elif call.block_table is None and call.cu_seqlens_q is None and _fused_dense(call, bound.state.get("plain", False)):
-        return (*said, "fused SDPA")
-    elif call.block_table is not None and host and not (why := _declined(call)) and call.k.dtype == call.q.dtype:
-        said.append("fused SDPA for one query token")
     elif why := _declined(call):
         said.append(f"no fused SDPA: {why}")
     limit = tiled.limits(device)
     said.append(f"tiled: {limit.rows} query tokens a tile, at most {limit.scores} scores")
     work = arith.work_dtype(device, call.q.dtype)
     if work != call.q.dtype:
-        said.append(f"{call.q.dtype} computed in float32"[6:])
+        said.append(f"{dtype_name(call.q.dtype)} computed in float32")
     return tuple(said)

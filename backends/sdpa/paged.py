@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import append, fused, tiled
@@ -65,17 +66,20 @@ def gather(cache: Tensor, table: Tensor, first: int, last: int, name: str) -> Te
     return found.view(kind) if kind.itemsize == 1 else found
 
 
-def decode(q: Tensor, call, scale: float, n: int) -> tuple[Tensor, Tensor]:
+def decode(q: Tensor, call, n: int) -> tuple[Tensor, Tensor | None]:
     """out and lse as (B, Hkv, group, D) and (B, Hkv, group): one query token (B, 1, Hq, D) each over the first n keys of its pages.
 
-    Few tokens in contiguous pages: the shortest way from a table to the fused operator.
+    Few tokens: the shortest way from a table to the fused operator.
     """
     (batch, _, hq, dim), (_, size, heads, _) = q.shape, call.k.shape
     pages = -(-n // size)
-    ids = call.block_table[:, :pages].reshape(-1)
+    ids = call.block_table.flatten() if pages == call.block_table.shape[1] else call.block_table[:, :pages].reshape(-1)
     shape, strides = (batch, heads, n, dim), (pages * size * heads * dim, dim, heads * dim, 1)
     k, v = call.k.index_select(0, ids).as_strided(shape, strides), call.v.index_select(0, ids).as_strided(shape, strides)
-    return fused.flash(q.view(batch, heads, hq // heads, dim), k, v, scale)
+    q = q.view(batch, heads, hq // heads, dim)
+    if call.return_lse:
+        return fused.flash(q, k, v, call.softmax_scale)
+    return F.scaled_dot_product_attention(q, k, v, scale=call.softmax_scale), None
 
 
 def rescaled(x: Tensor, scale: Tensor | float | None, b: int, count: int, plain: torch.dtype) -> Tensor:

@@ -65,17 +65,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tup
             s = s.masked_fill_(bias.logical_not(), -INF) if bias.dtype == torch.bool else s.add_(bias)
         if mask is not None:
             s.masked_fill_(mask, -INF)
-    lse = None
+    lse = total = None
     if want_lse or empty or sinks is not None:
-        lse = s.logsumexp(-1, keepdim=True)
+        top = s.amax(-1, keepdim=True)
         if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.view(hq, 1, 1))
-        p = s.sub_(lse.masked_fill(lse == -INF, 0.0) if empty else lse).exp_()
+            sinks = sinks.view(hq, 1, 1)
+            top = torch.maximum(top, sinks)
+        if empty:
+            top = top.masked_fill(top == -INF, 0.0)
+        p = s.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += (sinks - top).exp_()
+        if want_lse:
+            lse = total.log().add_(top)
+        if empty:
+            total = total.masked_fill_(total == 0, 1.0)
     else:
         p = s.softmax(-1)
-    product = arith.product if arith.reduced("cpu") else torch.bmm
-    out = product(p.view(units, group * sq, sk), v.transpose(1, 2).reshape(units, sk, dim_v))
-    out = out.view(batch, hq, sq, dim_v).transpose(1, 2)
+    values = v.transpose(1, 2).reshape(units, sk, dim_v)
+    p = p.view(units, group * sq, sk)
+    out = (arith.product(p, values) if arith.reduced("cpu") else torch.bmm(p, values)).view(batch, hq, sq, dim_v)
+    if total is not None:
+        out /= total.view(batch, hq, sq, 1)
+    out = out.transpose(1, 2)
     out = out.contiguous() if dtype == torch.float32 else out.to(dtype, memory_format=torch.contiguous_format)
     return out, lse.view(batch, hq, sq).transpose(1, 2).contiguous() if want_lse else None
 
