@@ -252,7 +252,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in `dtype`: nearest, ties to even; for 8-bit types saturated at the largest finite value, NaN stays NaN."""
     if dtype.itemsize > 1:
         return x.to(dtype)
-    codes = torch.arange(128, dtype=torch.uint8).view(dtype).double()  # the values without sign bit rise with the code
+    codes = torch.arange(128, dtype=torch.uint8, device=x.device).view(dtype).double()  # the values without sign bit rise with the code
     grid = codes[torch.isfinite(codes)]
     size = x.detach().double().abs().clamp(max=float(grid[-1])).nan_to_num()
     above = torch.searchsorted(grid, size).clamp(max=len(grid) - 1)
