@@ -186,6 +186,8 @@ class Faults:
             self.value("out", "a last stride of 1", x.stride())
         if _overlaps_itself(x):
             self.value("out", "a tensor whose elements lie apart", f"strides {x.stride()} of shape {tuple(x.shape)}")
+        if (pointer := x.data_ptr()) and any(isinstance(t, Tensor) and t.data_ptr() == pointer for t in inputs):
+            self.value("out", "memory of its own", "the memory of an input")
         if torch.is_grad_enabled() and (x.requires_grad or any(isinstance(t, Tensor) and t.requires_grad for t in inputs)):
             self.value("out", "no input that requires grad together with out= in grad mode", "one that does; use torch.no_grad()")
 

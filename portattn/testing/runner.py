@@ -225,7 +225,7 @@ def as_json(report: Report) -> dict[str, Any]:
     where = facts(torch.device(report.device))
     return {
         "schema": 1, "backend": report.backend, "device": report.device, "arch": where.arch, "device_name": where.name,
-        "torch": torch.__version__, "level": report.level, "exit_code": report.exit_code, "unusable": report.unusable,
+        "torch": str(torch.__version__), "level": report.level, "exit_code": report.exit_code, "unusable": report.unusable,
         "seconds": round(report.seconds, 3), "stale": list(report.stale),
         "counts": {o: report.count(o) for o in ("passed", "declined", "failed", "xfailed")},
         "rules": {name: {o: sum(r.rule == name and r.outcome == o for r in report.results)
@@ -244,7 +244,7 @@ def record(report: Report, file: str) -> str:
     import yaml
 
     where = facts(torch.device(report.device))
-    entry = {"device": where.name, "arch": where.arch, "torch": torch.__version__, "date": datetime.date.today().isoformat(),
+    entry = {"device": where.name, "arch": where.arch, "torch": str(torch.__version__), "date": datetime.date.today().isoformat(),
              "level": report.level, **{o: report.count(o) for o in ("passed", "declined", "failed")}}
     with open(file, encoding="utf-8") as f:
         text = f.read()

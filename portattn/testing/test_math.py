@@ -414,7 +414,7 @@ def test_error_is_at_most_twice_plain_torchs(target: Target, case: Case) -> None
     target.check(case)
 
 
-@rule("C-TOL", "dense-bf16-h2x1-d64-q9k257\ndense-f16-h2x1-d64-q9k257\ndense-f32-h2x1-d64-q9k257\npaged-bf16-h8x2-d64-p16-q1k257*2\n"
+@rule("C-TOL", "dense-bf16-h2x1-d64-q9k1025\ndense-f16-h2x1-d64-q9k1025\ndense-f32-h2x1-d64-q9k257\npaged-bf16-h8x2-d64-p16-q1k257*2\n"
       "paged-f16-h8x2-d64-p16-q1k257*2\nvarlen-bf16-h2x1-d64-q9k257*2")
 def test_values_with_a_common_offset(target: Target, case: Case) -> None:
     """V = 8 + noise: sums that are kept in 16 bits lose the noise."""
