@@ -1,0 +1,46 @@
+// Softmax by pieces: scores in units of log2, a running maximum and sum, and their exact merge.
+// A state (m, l, o) stands for sum(2^x) = l * 2^m and out = o / l; the empty state has m = -inf, l = 0, o = 0.
+#pragma once
+
+#include "portattn/params.h"
+#include "portattn/vec.h"
+
+namespace portattn {
+
+// tanh within 2e-7: 1 - 2 / (1 + e^2x).
+PA_DEVICE float tanh_of(float x) { return 1.0f - 2.0f * reciprocal(1.0f + exp2_fast(x * (2.0f * kLog2e))); }
+
+// What turns q.k into a score in units of log2: x = dot * scale, then cap * tanh(x) where there is a cap.
+struct Score { float scale, cap; };
+PA_DEVICE Score score_of(const AttentionParams& p, float k_scale) {
+  const float scale = p.scale * k_scale;
+  if (p.softcap > 0.0f) return {scale / p.softcap, p.softcap * kLog2e};
+  return {scale * kLog2e, 0.0f};
+}
+
+// 2^(m - base), 0 for the empty state whatever base is.
+PA_DEVICE float weight(float m, float base) { return m == -PA_INFINITY ? 0.0f : exp2_fast(m - base); }
+
+PA_DEVICE float sink_of(const AttentionParams& p, int head, bool bf16_sinks) {
+  if (p.flags & kSinksFloat) return static_cast<const float*>(p.sinks)[head];
+  return bf16_sinks ? to_float(static_cast<const bf16*>(p.sinks)[head]) : to_float(static_cast<const f16*>(p.sinks)[head]);
+}
+
+template <class T> constexpr bool kIsBf16 = false;
+template <> constexpr bool kIsBf16<bf16> = true;
+
+// A finished row: what to multiply o by, and its lse (natural logarithm).
+struct Finish { float factor, lse; };
+template <class T>
+PA_DEVICE Finish finish(const AttentionParams& p, float m, float l, int head) {
+  float top = m, sum = l;
+  if (p.sinks) {
+    const float sink = sink_of(p, head, kIsBf16<T>) * kLog2e;
+    top = max_of(m, sink);
+    sum = l * weight(m, top) + weight(sink, top);
+  }
+  if (top == -PA_INFINITY) return {0.0f, -PA_INFINITY};
+  return {l == 0.0f ? 0.0f : weight(m, top) / sum, (top + log2_fast(sum)) * kLn2};
+}
+
+}  // namespace portattn

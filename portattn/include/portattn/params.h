@@ -1,0 +1,118 @@
+// The one argument of every kernel: plain structs, packed by the host with the same order (portattn/native.py).
+// Pointers come first: they are what changes from call to call. All strides count elements.
+#pragma once
+
+#include "vendor.h"
+
+namespace portattn {
+
+enum Flags : u32 {
+  kOutFloat = 1 << 0,         // out is float32, whatever q is
+  kAligned = 1 << 1,          // k and v rows can be read 16 bytes at a time
+  kOutAligned = 1 << 2,       // out rows can be written four elements at a time
+  kUniformPages = 1 << 3,     // sixteen keys that start at a multiple of 16 lie in one page, or there are no pages
+  kInvariant = 1 << 4,        // batch_invariant: splits depend on nothing but a sequence's own length
+  kLengths64 = 1 << 5,        // index tensors of 64 bits; otherwise of 32
+  kTable64 = 1 << 6,
+  kCuQ64 = 1 << 7,
+  kCuK64 = 1 << 8,
+  kInterleaved = 1 << 9,      // rotary pairs are neighbours, not halves
+  kRotaryFloat = 1 << 10,     // cos and sin are float32
+  kSinksFloat = 1 << 11,
+  kPaged = 1 << 12,
+};
+
+// Attention over dense, varlen and paged keys: token t of sequence b is row start(b) + t, of a page where paged.
+struct AttentionParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;
+  float* lse;               // null: not wanted
+  const void* lengths;      // kv_lens, or seqused_k; null: from cu_seqlens_k, else len_k
+  const void* block_table;
+  const void* cu_q;         // null: every sequence has len_q rows at q_batch strides
+  const void* cu_k;
+  const float* alibi;
+  const void* sinks;
+  const float* k_scale;     // null: folded into scale
+  const float* v_scale;
+  const void* rotary_cos;   // null: q is used as it is
+  const void* rotary_sin;
+  float* partial;           // workspace: one state a slot, partial_rows x (head size + 2) floats each
+  i32* counters;            // zero at entry, zero at exit
+
+  i64 q_batch, q_token, q_head;
+  i64 k_batch, k_token, k_head;   // _batch is the page's stride where paged
+  i64 v_batch, v_token, v_head;
+  i64 out_batch, out_token, out_head;
+  i64 lse_batch;
+  i64 table_batch;
+
+  i32 batch, heads_q, heads_kv, group, head_dim, head_dim_v;  // group: query heads a kv head
+  i32 len_q, len_k;         // dense: the lengths; else unused
+  i32 page_size, page_shift;  // page_shift: log2 of a page size that is a power of two, else -1
+  i32 window_left, window_right;  // -1: unbounded; causal is window_right 0
+  i32 alibi_batch;          // strides in elements
+  i32 scale_batch_k, scale_head_k, scale_batch_v, scale_head_v;
+  i32 rotary_dim;
+  i32 partial_rows;
+  i32 cut_tiles;            // batch_invariant: places for cut tiles a (sequence, kv head) has
+  i32 lines, line_heads;    // schedule.h: lines of work, and kv heads of each
+  i32 workers;              // of each line
+  i32 workers_shift;        // for quotient_by, as is
+  u32 workers_inverse;
+  float scale;              // softmax_scale, times k_scale where that is a number
+  float softcap;
+  float v_factor;           // v_scale where that is a number
+  u32 flags;
+  i32 unused;
+};
+
+// Appending keys and values to a paged cache, keys turned by rotary where given.
+struct AppendParams {
+  const void* k;
+  const void* v;
+  void* k_cache;
+  void* v_cache;
+  const void* slots;        // slot_mapping, or null: from lengths and block_table
+  const void* lengths;
+  const void* block_table;
+  const void* cu_q;
+  const float* k_scale;
+  const float* v_scale;
+  const void* rotary_cos;
+  const void* rotary_sin;
+
+  i64 k_batch, k_token, k_head;
+  i64 v_batch, v_token, v_head;
+  i64 kc_page, kc_token, kc_head;
+  i64 vc_page, vc_token, vc_head;
+  i64 table_batch;
+
+  i32 batch, tokens;        // tokens: of the whole call
+  i32 heads_kv, head_dim, head_dim_v;
+  i32 len_q;
+  i32 page_size;
+  i32 scale_batch_k, scale_head_k, scale_batch_v, scale_head_v;
+  i32 rotary_dim;
+  float k_factor, v_factor; // scales where they are numbers
+  u32 flags;
+  i32 unused;
+};
+
+// Merging n partial results of `rows` rows (all axes of out but the last).
+struct MergeParams {
+  const void* outs;
+  const float* lses;
+  const void* sinks;
+  void* out;
+  float* lse;
+  i64 outs_state;           // stride between partial results; rows are contiguous
+  i64 lses_state;
+  i64 rows;
+  i32 states, heads, head_dim;
+  u32 flags;
+};
+
+}  // namespace portattn

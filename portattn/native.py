@@ -1,0 +1,390 @@
+"""The host side of the native kernels, for CUDA and HIP alike: a Call becomes one packed struct and one launch.
+
+What depends only on shapes, strides and options is worked out once and kept in `bound.state`; a call then patches
+the pointers into a ready struct and launches. The kernels find their work from the lengths on the device, so
+nothing is planned and nothing waits. Struct layouts are those of include/portattn/params.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codeobjects import Instance
+from .driver import Driver, Function
+from .problem import Call, Problem
+
+# ------------------------------------------------------------------ structs
+# (name, struct code) in the order of params.h: Q pointer, q int64, i int32, f float, I uint32.
+ATTENTION = tuple((n, "Q") for n in (
+    "q k v out lse lengths block_table cu_q cu_k alibi sinks k_scale v_scale rotary_cos rotary_sin partial counters".split())) + tuple(
+    (n, "q") for n in ("q_batch q_token q_head k_batch k_token k_head v_batch v_token v_head out_batch out_token out_head lse_batch "
+                       "table_batch").split()) + tuple(
+    (n, "i") for n in ("batch heads_q heads_kv group head_dim head_dim_v len_q len_k page_size page_shift window_left window_right alibi_batch "
+                       "scale_batch_k scale_head_k scale_batch_v scale_head_v rotary_dim partial_rows cut_tiles lines line_heads workers "
+                       "workers_shift").split()) + (
+    ("workers_inverse", "I"), ("scale", "f"), ("softcap", "f"), ("v_factor", "f"), ("flags", "I"), ("unused", "i"))
+APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table cu_q k_scale v_scale rotary_cos rotary_sin".split()) + tuple(
+    (n, "q") for n in ("k_batch k_token k_head v_batch v_token v_head kc_page kc_token kc_head vc_page vc_token vc_head table_batch").split()) + tuple(
+    (n, "i") for n in ("batch tokens heads_kv head_dim head_dim_v len_q page_size scale_batch_k scale_head_k scale_batch_v scale_head_v "
+                       "rotary_dim").split()) + (("k_factor", "f"), ("v_factor", "f"), ("flags", "I"), ("unused", "i"))
+MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "q") for n in "outs_state lses_state rows".split()) + (
+    ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
+
+OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED = (
+    1 << i for i in range(13))
+
+
+def pack(fields: tuple[tuple[str, str], ...], values: dict[str, Any]) -> bytearray:
+    """A struct with the values given and zeros elsewhere; an unknown name is an error."""
+    unknown = values.keys() - {name for name, _ in fields}
+    if unknown:
+        raise KeyError(f"no such field: {', '.join(sorted(unknown))}")
+    return bytearray(struct.pack("<" + "".join(code for _, code in fields), *(values.get(name, 0) for name, _ in fields)))
+
+
+def pointers(fields: tuple[tuple[str, str], ...]) -> int:
+    """How many of a struct's fields are pointers: they come first, and are all that a call patches."""
+    return sum(code == "Q" for _, code in fields)
+
+
+# ------------------------------------------------------------------ instances
+TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz",
+         "float8_e5m2fnuz": "e5m2fnuz", "float32": "float"}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+TILE_ROWS = 16
+MAX_CUTS, MAX_CUT_TILES = 16, 4
+
+
+class Limits(NamedTuple):
+    """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a wave."""
+
+    shared_block: int
+    shared_sm: int
+    sms: int
+    wave: int = 32
+
+
+def head_dim_of(dim: int, dim_v: int) -> int:
+    """The kernels' head size that holds both."""
+    return next(d for d in HEAD_DIMS if d >= max(dim, dim_v))
+
+
+class Shape(NamedTuple):
+    """A decode instance and what its launches need."""
+
+    instance: Instance
+    threads: int
+    shared: int
+    unit: int  # keys that its waves take together
+    blocks: int  # on a multiprocessor
+
+
+def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
+    """Decode::kSharedBytes of decode.h."""
+    stage = 2 * 16 * (dim * kv_bytes + 16)
+    wave = stages * stage + (2 * 16 * (dim + 8) * 2 if kv_bytes == 1 else 0)
+    return waves * wave + TILE_ROWS * (dim + 8) * 2 + 2 * waves * TILE_ROWS * 4 + 4 * 34 + 4
+
+
+def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
+    """The decode instance for a device: two blocks on a multiprocessor if each can keep copies in flight, at most six stages."""
+    kv_bytes = 2 if kv_dtype == dtype else 1
+    for waves, blocks, least in ((4, 2, 3), (4, 2, 2), (4, 1, 2), (2, 2, 2), (2, 1, 2), (1, 1, 2)):
+        room = min(limits.shared_block, limits.shared_sm // blocks - 1024)
+        stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
+        if stages >= least:
+            break
+    else:
+        raise ValueError(f"no decode instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
+               ("PA_BLOCKS", str(blocks)))
+    return Shape(Instance("decode", options), waves * limits.wave, decode_shared(kv_bytes, dim, waves, stages), 16 * waves, blocks)
+
+
+# ------------------------------------------------------------------ a call's constants
+def _wide(x: Tensor | None) -> bool:
+    return x is not None and x.dtype is torch.int64
+
+
+def _strides(x: Tensor, batched: bool) -> tuple[int, int, int]:
+    """(batch, token, head) strides of (B, S, H, D), or of (T, H, D)."""
+    return tuple(x.stride()[:3]) if batched else (0, *x.stride()[:2])  # type: ignore[return-value]
+
+
+def _aligned(x: Tensor, bytes_: int) -> bool:
+    """Whether every row begins at a multiple of `bytes_`, if the first one does."""
+    return all(n == 1 or s * x.element_size() % bytes_ == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1]))
+
+
+def scale_strides(scale: Tensor | float | None) -> tuple[int, int]:
+    """(batch, head) strides of a scale: (), (H,), (B, H), or a number."""
+    if not isinstance(scale, Tensor) or scale.dim() == 0:
+        return 0, 0
+    return (0, scale.stride(0)) if scale.dim() == 1 else (scale.stride(0), scale.stride(1))
+
+
+class Extent(NamedTuple):
+    """Bounds that the host knows: sequences, row tiles of the whole call, keys of a sequence."""
+
+    batch: int
+    group: int
+    tiles: int
+    max_k: int
+
+
+def extent(call: Call) -> Extent:
+    group = call.q.shape[-2] // call.k.shape[-2]
+    if call.q.dim() == 4:
+        batch = call.q.shape[0]
+        tiles = batch * -(-call.max_seqlen_q * group // TILE_ROWS)
+    else:
+        batch = call.cu_seqlens_q.shape[0] - 1
+        tiles = min(batch * -(-call.max_seqlen_q * group // TILE_ROWS), call.q.shape[0] * group // TILE_ROWS + batch)
+    return Extent(batch, group, tiles * call.k.shape[-2], call.max_seqlen_k)
+
+
+def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
+    """Every field of AttentionParams but pointers and workspace. `out` has the strides that it will have."""
+    q, k, v, paged = call.q, call.k, call.v, call.block_table is not None
+    batched = q.dim() == 4
+    names = ("batch", "token", "head")
+    values: dict[str, Any] = {}
+    for name, x, b in (("q", q, batched), ("k", k, k.dim() == 4), ("v", v, v.dim() == 4), ("out", out, batched)):
+        values |= {f"{name}_{axis}": s for axis, s in zip(names, _strides(x, b))}
+    group = q.shape[-2] // k.shape[-2]
+    scale, v_factor = call.softmax_scale, 1.0
+    if call.k_scale is not None and not isinstance(call.k_scale, Tensor):
+        scale *= call.k_scale
+    if call.v_scale is not None and not isinstance(call.v_scale, Tensor):
+        v_factor = call.v_scale
+    flags = PAGED if paged else 0
+    lengths = call.kv_lens if paged else call.seqused_k
+    for bit, on in (
+        (OUT_FLOAT, out.dtype is torch.float32), (ALIGNED, _aligned(k, 16) and _aligned(v, 16)),
+        (OUT_ALIGNED, _aligned(out, 4 * out.element_size()) and out.shape[-1] % 4 == 0),
+        (UNIFORM_PAGES, not paged or k.shape[1] % 16 == 0), (INVARIANT, call.batch_invariant), (LENGTHS_64, _wide(lengths)),
+        (TABLE_64, _wide(call.block_table)), (CU_Q_64, _wide(call.cu_seqlens_q)), (CU_K_64, _wide(call.cu_seqlens_k)),
+        (INTERLEAVED, call.rotary_interleaved), (ROTARY_FLOAT, call.rotary_cos is not None and call.rotary_cos.dtype is torch.float32),
+        (SINKS_FLOAT, call.sinks is not None and call.sinks.dtype is torch.float32),
+    ):
+        flags |= bit if on else 0
+    kb, kh = scale_strides(call.k_scale)
+    vb, vh = scale_strides(call.v_scale)
+    right = 0 if call.causal else call.window_right
+    tiles = -(-call.max_seqlen_q * group // TILE_ROWS)
+    return values | {
+        "lse_batch": q.shape[1] * q.shape[2] if batched else 0, "table_batch": call.block_table.stride(0) if paged else 0,
+        "batch": q.shape[0] if batched else call.cu_seqlens_q.shape[0] - 1, "heads_q": q.shape[-2], "heads_kv": k.shape[-2],
+        "group": group, "page_shift": k.shape[1].bit_length() - 1 if paged and k.shape[1] & (k.shape[1] - 1) == 0 else -1,
+        "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "len_q": q.shape[1] if batched else 0,
+        "len_k": k.shape[1] if call.cu_seqlens_k is None and not paged else 0, "page_size": k.shape[1] if paged else 1,
+        "window_left": min(call.window_left, 1 << 30), "window_right": min(right, 1 << 30),
+        "alibi_batch": call.alibi_slopes.stride(0) if call.alibi_slopes is not None and call.alibi_slopes.dim() == 2 else 0,
+        "scale_batch_k": kb, "scale_head_k": kh, "scale_batch_v": vb, "scale_head_v": vh,
+        "rotary_dim": 2 * call.rotary_cos.shape[-1] if call.rotary_cos is not None else 0,
+        "partial_rows": min(TILE_ROWS, (call.max_seqlen_q * group + 1) // 2 * 2), "cut_tiles": min(MAX_CUT_TILES, tiles),
+        "scale": scale, "softcap": call.softcap, "v_factor": v_factor, "flags": flags,
+    }
+
+
+def lines_of(heads_kv: int, workers: int) -> int:
+    """How many kv heads are read side by side (schedule.h): as many as leave at most 2 % of the workers idle."""
+    return max(n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and n <= workers and workers % n * 50 <= workers)
+
+
+def division(d: int) -> tuple[int, int]:
+    """(inverse, shift) with a // d == (a * inverse >> 32) >> shift for 0 <= a < 2^31 and d > 1 (quotient_by of vec.h)."""
+    shift = max(0, (d - 1).bit_length() - 1)
+    inverse = ((1 << (32 + shift)) + d - 1) // d
+    return (inverse, shift) if inverse < 1 << 32 else (0, 0)
+
+
+def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, int]:
+    """How `workers` blocks share the work: the fields of schedule.h."""
+    lines = lines_of(heads_kv, workers) if lines is None else lines
+    each = workers // lines
+    inverse, shift = division(each)
+    return {"lines": lines, "line_heads": heads_kv // lines, "workers": each, "workers_inverse": inverse, "workers_shift": shift}
+
+
+class Room(NamedTuple):
+    """Workspace of a launch: 4-byte counters, and floats of partial states."""
+
+    counters: int
+    floats: int
+
+
+def room(values: dict[str, Any], dim: int) -> Room:
+    """What a decode launch needs."""
+    if values["flags"] & INVARIANT:
+        counters = values["batch"] * values["heads_kv"] * values["cut_tiles"]
+        slots = counters * MAX_CUTS
+    else:
+        counters = values["lines"] * values["workers"]
+        slots = 2 * counters
+    return Room(counters, slots * values["partial_rows"] * (dim + 2))
+
+
+# ------------------------------------------------------------------ workspaces
+class Workspaces:
+    """Counters (zero between launches: the kernels put them back) and partial states, one pair per stream.
+
+    A graph capture gets a pair of its own, from the graph's memory pool and zeroed by the graph, so that replays and
+    eager calls, or two graphs, do not share one.
+    """
+
+    def __init__(self, device: torch.device, driver: Driver):
+        self.device, self.driver = device, driver
+        self.eager: dict[int, tuple[Room, int, int, Tensor]] = {}
+        self.captured: dict[int, tuple[int, Room, int, int, Tensor]] = {}
+
+    def _make(self, need: Room) -> tuple[int, int, Tensor]:
+        counters = -(-need.counters // 64) * 64  # partial states start at a multiple of 256 bytes
+        whole = torch.empty(counters + need.floats, dtype=torch.float32, device=self.device)
+        whole[:counters].zero_()
+        return whole.data_ptr() + 4 * counters, whole.data_ptr(), whole
+
+    def get(self, stream: int, need: Room) -> tuple[int, int]:
+        """(address of the partial states, address of the counters), both at least as large as needed."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return self._for_capture(stream, need)
+        found = self.eager.get(stream)
+        if found is None or found[0].counters < need.counters or found[0].floats < need.floats:
+            if found is not None:
+                need = Room(max(need.counters, found[0].counters), max(need.floats, found[0].floats))
+            need = Room(max(need.counters, 4096), need.floats)
+            found = self.eager[stream] = (need, *self._make(need))
+        return found[1], found[2]
+
+    def _for_capture(self, stream: int, need: Room) -> tuple[int, int]:
+        capture = self.driver.capture_id(stream)
+        found = self.captured.get(stream)
+        if found is None or found[0] != capture or found[1].counters < need.counters or found[1].floats < need.floats:
+            found = self.captured[stream] = (capture, need, *self._make(need))
+        return found[2], found[3]
+
+
+# ------------------------------------------------------------------ launches
+class Record(NamedTuple):
+    """A struct ready to be patched and the pointer to it that a launch takes."""
+
+    buffer: Any
+    arguments: Any
+
+
+def record(packed: bytearray) -> Record:
+    buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
+    return Record(packed, (ctypes.c_void_p * 1)(ctypes.addressof(buffer)))
+
+
+class Launcher:
+    """A kernel bound to constants: patches pointers and launches. Safe to use from several threads at once."""
+
+    def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], threads: int, about: str):
+        self.function, self.threads, self.about = function, threads, about
+        self.fields, self.values = fields, values
+        self.pointers = struct.Struct(f"<{pointers(fields)}Q")
+        self.records: dict[int, list[Record]] = {}
+
+    def __call__(self, grid: tuple[int, int], stream: int, off: int, *addresses: int) -> None:
+        """Launches with these pointers; `off` are flags that do not hold for them (alignment)."""
+        pool = self.records.get(off)
+        if pool is None:
+            pool = self.records.setdefault(off, [])
+        try:
+            item = pool.pop()  # nobody else has it meanwhile
+        except IndexError:
+            item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}))
+        self.pointers.pack_into(item.buffer, 0, *addresses)
+        f = self.function
+        code = f.raw(f.handle, *grid, 1, self.threads, 1, 1, f.shared, stream, item.arguments, None)
+        if code:
+            f.failed(code, grid, self.threads, stream, item.arguments, self.about)
+        pool.append(item)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _tensor_address(x: Any) -> int:
+    return x.data_ptr() if isinstance(x, Tensor) else 0
+
+
+class Device:
+    """A GPU as the native kernels see it: its driver, limits and workspaces."""
+
+    def __init__(self, driver: Driver, device: torch.device, arch: str, limits: Limits):
+        self.driver, self.arch, self.limits = driver, arch, limits
+        self.device = device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+        self.index = self.device.index
+        self.workspaces = Workspaces(self.device, driver)
+
+    def function(self, instance: Instance, shared: int) -> Function:
+        return self.driver.function(self.index, self.arch, instance, shared, f"portattn_{instance.kernel}")
+
+
+class Attention:
+    """Calls of one shape, strides and options."""
+
+    def __init__(self, device: Device, call: Call, problem: Problem):
+        self.device, self.problem = device, problem
+        self.index = device.index
+        out = call.out if call.out is not None else self._new_out(call)
+        dim = head_dim_of(problem.head_dim, problem.head_dim_v)
+        shape = decode_shape(problem.dtype, problem.kv_dtype, dim, device.limits)
+        bounds = extent(call)
+        self.values = attention_values(call, out)
+        units = max(1, -(-bounds.max_k // shape.unit))
+        workers = min(shape.blocks * device.limits.sms, bounds.tiles * units)
+        self.empty = workers == 0 or out.numel() == 0
+        if self.empty:
+            return
+        self.values |= dealing(problem.num_heads_kv, workers)
+        self.grid = self.values["lines"], self.values["workers"]
+        self.room = room(self.values, dim)
+        self.launch = Launcher(device.function(shape.instance, shape.shared), ATTENTION, self.values, shape.threads, str(problem))
+        self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
+        self.out_mask = 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
+        self.lse_shape = call.q.shape[:-1] if call.return_lse else None
+        self.lengths = Call._fields.index("kv_lens" if call.block_table is not None else "seqused_k")
+
+    @staticmethod
+    def _new_out(call: Call) -> Tensor:
+        return torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device=call.q.device)
+
+    def __call__(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
+        out = call.out
+        if out is None:
+            out = self._new_out(call)
+        lse = None
+        if call.return_lse:
+            lse = torch.empty(call.q.shape[:-1], dtype=torch.float32, device=call.q.device)
+        if self.empty:
+            return out if lse is None else (out, lse)
+        if torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.device(self.index):
+                self._run(call, out, lse)
+        else:
+            self._run(call, out, lse)
+        return out if lse is None else (out, lse)
+
+    def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        partial, counters = self.device.workspaces.get(stream, self.room)
+        k, v, o = call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()
+        off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
+        self.launch(
+            self.grid, stream, off, call.q.data_ptr(), k, v, o, 0 if lse is None else lse.data_ptr(), _address(call[self.lengths]),
+            _address(call.block_table), _address(call.cu_seqlens_q), _address(call.cu_seqlens_k), _address(call.alibi_slopes),
+            _address(call.sinks), _tensor_address(call.k_scale), _tensor_address(call.v_scale), _address(call.rotary_cos),
+            _address(call.rotary_sin), partial, counters)
+
+
+__all__ = ["Attention", "Device", "Launcher", "Limits", "Shape", "Workspaces", "attention_values", "decode_shape", "pack"]

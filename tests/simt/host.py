@@ -1,0 +1,94 @@
+"""Builds the shared kernels for the host with g++ and runs them on CPU tensors, packed by the same code as on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from portattn import native
+from portattn.problem import Call
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+FORWARD, REVERSE, RANDOM = 0, 1, 2
+SANITIZED = bool(os.environ.get("PORTATTN_SIMT_SANITIZE"))
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@functools.lru_cache(maxsize=None)
+def _sources_hash() -> str:
+    digest = hashlib.sha256()
+    for folder in (HERE, ROOT / "portattn/include/portattn", ROOT / "csrc_cuda"):
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".h", ".cpp"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=None)
+def build(kernel: str, wave: int = 32, **options: object) -> ctypes.CDLL:
+    """The library of one instance; built once per source state into the temporary folder."""
+    flags = [f"-DSIMT_WAVE={wave}", *(f"-DPA_{name.upper()}={value}" for name, value in sorted(options.items()))]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZED else ["-O1"]
+    key = hashlib.sha256(" ".join([kernel, _sources_hash(), *flags]).encode()).hexdigest()[:20]
+    folder = Path(tempfile.gettempdir()) / f"portattn-simt-{os.getuid() if hasattr(os, 'getuid') else 0}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{kernel}-{key}.so"
+    if not target.exists():
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as f:
+            made = f.name
+        command = [compiler() or "g++", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-I", str(HERE), "-I",
+                   str(ROOT / "portattn/include"), *flags, str(HERE / f"{kernel}.cpp"), "-o", made]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        os.replace(made, target)
+    return ctypes.CDLL(str(target))
+
+
+def run(library: ctypes.CDLL, symbol: str, packed: bytes, grid: tuple[int, int], order: int = FORWARD, seed: int = 0) -> None:
+    """Runs a kernel; raises RuntimeError with what the host device says."""
+    error = ctypes.create_string_buffer(2000)
+    if getattr(library, symbol)(ctypes.c_char_p(bytes(packed)), *grid, order, ctypes.c_uint(seed), error, len(error)):
+        raise RuntimeError(error.value.decode())
+
+
+def decode(call: Call, *, grid: int, lines: int | None = None, wave: int = 32, waves: int = 4, stages: int = 3, order: int = FORWARD, seed: int = 0):
+    """(out, lse) of the decode kernel run by `grid` workers; checks that the counters are zero again."""
+    q, out = call.q, call.out
+    if out is None:
+        out = torch.empty((*q.shape[:-1], call.v.shape[-1]), dtype=q.dtype)
+    out.fill_(float("nan"))
+    lse = torch.full(q.shape[:-1], float("nan"))
+    dtype, kv = str(q.dtype)[6:], str(call.k.dtype)[6:]
+    dim = native.head_dim_of(q.shape[-1], call.v.shape[-1])
+    values = native.attention_values(call, out)
+    off = 0 if not (call.k.data_ptr() | call.v.data_ptr()) & 15 else native.ALIGNED
+    off |= native.OUT_ALIGNED if out.data_ptr() % (4 * out.element_size()) else 0
+    values["flags"] &= ~off
+    values |= native.dealing(call.k.shape[-2], grid, lines)
+    grid = values["lines"], values["workers"]
+    room = native.room(values, dim)
+    partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
+    at = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else 0
+    values |= {
+        "q": at(q), "k": at(call.k), "v": at(call.v), "out": at(out), "lse": at(lse),
+        "lengths": at(call.kv_lens if call.block_table is not None else call.seqused_k), "block_table": at(call.block_table),
+        "cu_q": at(call.cu_seqlens_q), "cu_k": at(call.cu_seqlens_k), "alibi": at(call.alibi_slopes), "sinks": at(call.sinks),
+        "k_scale": at(call.k_scale), "v_scale": at(call.v_scale), "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin),
+        "partial": (at(partial) + 15) // 16 * 16, "counters": at(counters),
+    }
+    library = build("decode", wave, t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages)
+    run(library, "portattn_simt_decode", native.pack(native.ATTENTION, values), grid, order, seed)
+    assert not counters.any(), "counters must be zero after a launch"
+    return out, lse

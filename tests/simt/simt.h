@@ -1,0 +1,239 @@
+// A device on the host: every lane of a block is a fiber, so that the shared kernels run as they are, one block after
+// the other, under a debugger or a sanitizer.
+//
+// What it is strict about: a barrier or collective that some lanes miss, or that lanes of one wave reach at different
+// places, ends the run with the places (file and line); shared memory starts as NaN; asynchronous copies land when
+// they are waited for, not before; lanes run in forward, reverse or random order between barriers.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#ifndef SIMT_WAVE
+#define SIMT_WAVE 32
+#endif
+
+namespace simt {
+
+struct Place {
+  const char* file;
+  int line;
+};
+inline bool operator==(Place a, Place b) { return a.line == b.line && !std::strcmp(a.file, b.file); }
+#define SIMT_HERE ::simt::Place here = {__builtin_FILE(), __builtin_LINE()}
+
+[[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
+inline std::string text(Place p) { return std::string(p.file) + ":" + std::to_string(p.line); }
+
+enum Order { kForward, kReverse, kRandom };
+
+constexpr int kMaxPayload = 64;  // bytes a lane gives to a collective
+
+// Lanes that meet: a block, a wave, or a logical warp of 32.
+struct Group {
+  std::vector<int> lanes;
+  int arrived = 0;
+  long generation = 0;
+  Place place{nullptr, 0};
+  std::vector<std::uint8_t> payload[2];  // of even and odd generations: a lane can be one ahead of another, not two
+};
+
+struct Copy {
+  void* to;
+  std::uint8_t bytes[16];
+};
+
+struct Lane {
+  ucontext_t context;
+  std::unique_ptr<std::uint8_t[]> stack;
+  bool done = false;
+  Group* waits = nullptr;
+  long until = 0;
+  Place place{nullptr, 0};
+  std::vector<std::vector<Copy>> groups;  // committed
+  std::vector<Copy> open;
+  void* fake_stack = nullptr;
+};
+
+constexpr std::size_t kStack = 256 << 10;
+
+struct Block {
+  int index = 0, grid_x = 1, threads = 0;
+  std::vector<Lane> lanes;
+  std::vector<std::uint8_t> memory;
+  std::uint8_t* shared = nullptr;
+  Group all;
+  std::vector<Group> waves, warps;
+  ucontext_t scheduler;
+  void* scheduler_fake = nullptr;
+  const void* scheduler_stack = nullptr;
+  std::size_t scheduler_size = 0;
+  int current = 0;
+  const std::function<void()>* body = nullptr;
+  std::string error;
+};
+
+inline Block*& block() {
+  static thread_local Block* b = nullptr;
+  return b;
+}
+inline Lane& lane() { return block()->lanes[block()->current]; }
+
+inline void to_scheduler(bool last) {
+  Block& b = *block();
+  Lane& l = lane();
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(last ? nullptr : &l.fake_stack, b.scheduler_stack, b.scheduler_size);
+#endif
+  swapcontext(&l.context, &b.scheduler);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(l.fake_stack, &b.scheduler_stack, &b.scheduler_size);
+#endif
+}
+
+inline void lane_main() {
+  Block& b = *block();
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(nullptr, &b.scheduler_stack, &b.scheduler_size);
+#endif
+  try {
+    (*b.body)();
+    if (!lane().open.empty()) fail("a lane ended with copies that it never committed");
+  } catch (const std::exception& e) {
+    if (b.error.empty()) b.error = e.what();
+  }
+  lane().done = true;
+  to_scheduler(true);
+}
+
+// All lanes of the group meet here; returns the generation that they met in.
+inline long meet(Group& g, Place here) {
+  Block& b = *block();
+  Lane& l = lane();
+  if (g.arrived && !(g.place == here))
+    fail("divergent collective: lane " + std::to_string(b.current) + " is at " + text(here) + ", another of its group at " + text(g.place));
+  g.place = here;
+  const long generation = g.generation;
+  if (++g.arrived == static_cast<int>(g.lanes.size())) {
+    g.arrived = 0;
+    ++g.generation;
+    return generation;
+  }
+  l.waits = &g;
+  l.until = generation + 1;
+  l.place = here;
+  to_scheduler(false);
+  if (!b.error.empty()) fail("stopped");
+  return generation;
+}
+
+// Every lane gives a value; `read(i)` then gives that of the group's lane i.
+template <class T>
+struct Exchange {
+  const std::uint8_t* all;
+  T operator()(int i) const {
+    T x;
+    std::memcpy(&x, all + i * kMaxPayload, sizeof(T));
+    return x;
+  }
+};
+template <class T>
+Exchange<T> exchange(Group& g, int i, const T& x, Place here) {
+  static_assert(sizeof(T) <= kMaxPayload, "a larger payload");
+  auto& payload = g.payload[g.generation & 1];
+  std::memcpy(payload.data() + i * kMaxPayload, &x, sizeof(T));
+  meet(g, here);
+  return {payload.data()};
+}
+
+inline void run_block(Block& b, Order order, std::mt19937& random) {
+  std::vector<int> turn(b.threads);
+  for (int i = 0; i < b.threads; ++i) turn[i] = order == kReverse ? b.threads - 1 - i : i;
+  int left = b.threads;
+  while (left) {
+    if (order == kRandom) std::shuffle(turn.begin(), turn.end(), random);
+    bool moved = false;
+    for (int i : turn) {
+      Lane& l = b.lanes[i];
+      if (l.done || (l.waits && l.waits->generation < l.until && b.error.empty())) continue;
+      moved = true;
+      l.waits = nullptr;
+      b.current = i;
+#if defined(__SANITIZE_ADDRESS__)
+      __sanitizer_start_switch_fiber(&b.scheduler_fake, l.stack.get(), kStack);
+#endif
+      swapcontext(&b.scheduler, &l.context);
+#if defined(__SANITIZE_ADDRESS__)
+      __sanitizer_finish_switch_fiber(b.scheduler_fake, nullptr, nullptr);
+#endif
+      if (l.done) --left;
+    }
+    if (!moved) {
+      std::string where;
+      for (int i = 0; i < b.threads && where.size() < 500; ++i)
+        if (!b.lanes[i].done) where += " lane " + std::to_string(i) + " at " + text(b.lanes[i].place) + ";";
+      b.error = "lanes wait for others that never come:" + where;
+    }
+  }
+}
+
+// Runs `body` for every lane of every block. Returns the first error, or "".
+inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes, Order order, unsigned seed, const std::function<void()>& body) {
+  std::mt19937 random(seed);
+  const int grid = grid_x * grid_y;
+  std::vector<int> blocks(grid);
+  for (int i = 0; i < grid; ++i) blocks[i] = order == kReverse ? grid - 1 - i : i;
+  if (order == kRandom) std::shuffle(blocks.begin(), blocks.end(), random);
+  Block b;
+  b.grid_x = grid_x;
+  b.threads = threads;
+  b.body = &body;
+  b.lanes.resize(threads);
+  for (Lane& l : b.lanes) l.stack.reset(new std::uint8_t[kStack]);
+  auto group = [&](Group& g, int from, int n) {
+    for (int i = 0; i < n; ++i) g.lanes.push_back(from + i);
+    for (auto& p : g.payload) p.resize(static_cast<std::size_t>(n) * kMaxPayload);
+  };
+  group(b.all, 0, threads);
+  b.waves.resize(threads / SIMT_WAVE);
+  for (std::size_t w = 0; w < b.waves.size(); ++w) group(b.waves[w], static_cast<int>(w) * SIMT_WAVE, SIMT_WAVE);
+  b.warps.resize(threads / 32);
+  for (std::size_t w = 0; w < b.warps.size(); ++w) group(b.warps[w], static_cast<int>(w) * 32, 32);
+  block() = &b;
+  for (int index : blocks) {
+    b.index = index;
+    // A block of its own for each run, exactly as large as asked for: an overrun is a sanitizer's finding.
+    b.memory = std::vector<std::uint8_t>(shared_bytes + 128, 0xff);
+    b.shared = b.memory.data() + (128 - reinterpret_cast<std::uintptr_t>(b.memory.data()) % 128) % 128;
+    for (Lane& l : b.lanes) {
+      l.done = false;
+      l.waits = nullptr;
+      l.groups.clear();
+      l.open.clear();
+      getcontext(&l.context);
+      l.context.uc_stack.ss_sp = l.stack.get();
+      l.context.uc_stack.ss_size = kStack;
+      l.context.uc_link = nullptr;
+      makecontext(&l.context, lane_main, 0);
+    }
+    run_block(b, order, random);
+    if (!b.error.empty()) break;
+  }
+  block() = nullptr;
+  return b.error;
+}
+
+}  // namespace simt
