@@ -206,10 +206,11 @@ class Attention:
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
-            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), wgmma=self.machine.wgmma,
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), descriptors=False,
+            wgmma=self.machine.wgmma,
         )  # fmt: skip
 
-    def _prepare(self, aligned: bool, v_in_k: bool) -> tuple:
+    def _prepare(self, call: Call, aligned: bool, v_in_k: bool) -> tuple:
         """(launch, floats of workspace, counters) of one variant: by what the pointers allow."""
         shape = self.shape._replace(aligned=aligned, v_in_k=v_in_k)
         is32 = shape.dtype == torch.float32
@@ -220,6 +221,7 @@ class Attention:
         base = schedule.config_for(self.machine.arch, "splits", padded, is32)
         sizes = dict(batch=self.batch, heads_kv=self.heads_kv, group=self.group, max_q=self.max_q, max_k=self.max_k, total_q=self.total_q)
         mode = schedule.pick_mode(tile, self.machine, layout=self.layout, head_dim=max(self.d, self.dv), invariant=self.invariant, **sizes)
+        shape = shape._replace(descriptors=mode == "tiles" and self._descriptors(call, shape))
         rows = self.max_q * self.group
         uniform = self.layout == "dense"
         vector = not uniform and self.batch <= schedule.MAX_SEARCH
@@ -251,10 +253,33 @@ class Attention:
         else:
             with torch.cuda.device(self.index):
                 launch = Launch(kernel, spec, fixed, grid.total, self.index)
+                launch.tile = tile if shape.descriptors else None
         items = grid.total - grid.programs
         block = split.bm * schedule.pow2(self.dv, 16)
         self.described = (mode, tile, split, grid)
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
+
+    def _descriptors(self, call: Call, shape: Shape) -> bool:
+        """Whether full tiles of keys go through tensor descriptors: rows of exactly one matrix, whole heads, enough work to hide
+        the cost of Triton's own launcher, which encodes them."""
+        k, v = call.k, call.v
+        if not (shape.wgmma and shape.aligned and self.layout != "paged" and k.dtype == v.dtype == call.q.dtype and not shape.ieee):
+            return False
+        exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
+        matrix = self.layout == "varlen" or all(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in (k, v))
+        tokens = k.shape[0] * (k.shape[1] if self.layout == "dense" else 1)
+        return exact and matrix and tokens > 0 and self.max_k >= 128 and self.batch * self.max_q * self.heads_q >= 32768
+
+    def _described(self, call: Call, tile: Config) -> tuple[Any, Any]:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        found = []
+        for t in (call.k, call.v):
+            tokens = t.shape[0] * (t.shape[1] if t.dim() == 4 else 1)
+            row, head = t.stride(-3), t.stride(-2)
+            columns = (t.shape[-2] - 1) * head + t.shape[-1]
+            found.append(TensorDescriptor(t, [tokens, columns], [row, 1], [tile.bn, t.shape[-1]]))
+        return tuple(found)
 
     def _resident(self, kernel: Any, spec: Spec) -> int:
         """Programs that one multiprocessor holds at once."""
@@ -301,9 +326,11 @@ class Attention:
         variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k)
         ready = self.variants.get(variant)
         if ready is None:
-            ready = self.variants[variant] = self._prepare(*variant)
+            ready = self.variants[variant] = self._prepare(call, *variant)
         launch, floats, stats, counters = ready
         pointers = [pq, pk, pv, po]
+        if launch.tile is not None:
+            pointers[3:3] = self._described(call, launch.tile)
         if lse is not None:
             pointers.append(lse.data_ptr())
         kept = None
@@ -327,7 +354,7 @@ class Attention:
             self.append(call, 0)
         variant = (False, call.k.data_ptr() == call.v.data_ptr() and self.shape.v_in_k)
         if variant not in self.variants:
-            self.variants[variant] = self._prepare(*variant)
+            self.variants[variant] = self._prepare(call, *variant)
         launch, floats, stats, counters = self.variants[variant]
         tensors = [call.q, _bytes(call.k), _bytes(call.v), out] + ([lse] if lse is not None else [])
         tensors += [_bytes((first or (lambda x: x))(getattr(call, name))) for name, first in self.tensors]

@@ -15,8 +15,9 @@ Schedule   A tile program owns BM rows of one kv head and walks all their keys. 
            and no plan. The last item of a row block to arrive merges the parts, in the order of the keys: same bits always.
 Memory     Every offset that multiplies a stride is 64-bit. Keys outside a sequence, or outside what its window sees, are
            never loaded (they may hold NaN); neither are table entries for them.
-Numerics   Accumulates in float32. The maximum is kept unscaled, and p = exp2((s - m) * c): subtract first, so that huge
-           logits cannot overflow through a fused multiply-add. float32 inputs use float32 arithmetic (IEEE).
+Numerics   Accumulates in float32. p = exp2(s * c - m * c) is one fused multiply-add an element, m the unscaled maximum. With
+           |m * c| >= 2^24 the rounding of m * c could make exp2 overflow; such rows take a power of two near c instead, by
+           which products are exact: logits that far apart leave one key anyway. float32 inputs use float32 arithmetic (IEEE).
 Cost       Decode is bound by the bytes of K and V; prefill by the matrix units and exp2.
 """
 
@@ -193,7 +194,7 @@ def masked(s, j, row_lo, row_hi, LEFT: tl.constexpr):
 
 @triton.jit
 def step(
-    acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
+    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, MASKS: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +204,10 @@ def step(
     v_dims = tl.arange(0, BDV)
     j = n + cols
     inside = (j >= lo) & (j < hi)
-    k = widened(load_rows(k_row, inside, dims, D, BD > D, MASKS), FORMAT, q.dtype)
+    if k_desc is not None and MASKS == "never":
+        k = k_desc.load([k_first + n, k_col])
+    else:
+        k = widened(load_rows(k_row, inside, dims, D, BD > D, MASKS), FORMAT, q.dtype)
     s = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), IEEE)
     if BD2 > 0:
         dims2 = BD + tl.arange(0, BD2)
@@ -222,9 +226,6 @@ def step(
                 s = tl.where(b != 0, s, float("-inf"))
             else:
                 s = s + b.to(tl.float32) * LOG2E
-        factor = 1.0
-    else:
-        factor = c  # applied after the subtraction: see Numerics
     if MASKS == "always":
         s = masked(s, j, row_lo, row_hi, LEFT)
     elif MASKS == "edges":
@@ -232,8 +233,13 @@ def step(
             s = masked(s, j, row_lo, row_hi, LEFT)
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-    p = tl.exp2((s - base[:, None]) * factor)
-    shrink = tl.exp2((top - base) * factor)
+    if SOFTCAP or ALIBI or BIAS != "none":
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+    else:  # see Numerics
+        factor = tl.where(tl.abs(base * c) < 16777216.0, c, tl.exp2(tl.floor(tl.log2(c))))
+        p = tl.exp2(tl.fma(s, tl.broadcast_to(factor[:, None], s.shape), tl.broadcast_to(-(base * factor)[:, None], s.shape)))
+        shrink = tl.exp2((top - base) * factor)
     if DEFER:  # summed over keys once, at the end: saves an exchange between warps per tile
         den = den * shrink[:, None] + p
     else:
@@ -241,14 +247,17 @@ def step(
     if V_IN_K:
         v = k
     else:
-        v = widened(load_rows(v_row, inside, v_dims, DV, BDV > DV, MASKS), FORMAT, q.dtype)
+        if v_desc is not None and MASKS == "never":
+            v = v_desc.load([k_first + n, v_col])
+        else:
+            v = widened(load_rows(v_row, inside, v_dims, DV, BDV > DV, MASKS), FORMAT, q.dtype)
     acc = product(p.to(q.dtype), v, acc * shrink[:, None], IEEE)
     return acc, den, new_top
 
 
 @triton.jit
 def walk(
-    q_ptr, k_ptr, v_ptr, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, k_first, k_col, v_col, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
     c, cap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
     BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -342,7 +351,7 @@ def walk(
             pages = pages_of(table, n + BN, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
         edge = (n < full_start) | (n >= full_end)
         acc, den, top = step(
-            acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
+            acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
             D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if TWO_LOOPS else "edges")  # fmt: skip
     if TWO_LOOPS:
         before = (full_start - start) // BN
@@ -356,7 +365,7 @@ def walk(
             k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
             v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
             acc, den, top = step(
-                acc, den, top, q, q2, k_row, v_row, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
+                acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
                 D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always")  # fmt: skip
 
     if DEFER:
@@ -375,8 +384,10 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
     i = rows // G
     head = kvh * G + rows % G
     ok = rows < len_q * G
+    alone = den == 0.0  # the row saw no key
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=ok, other=float("-inf")).to(tl.float32) * LOG2E
+        natural = tl.load(sinks + head, mask=ok, other=float("-inf")).to(tl.float32)
+        sink = natural * LOG2E
         largest = tl.maximum(top, sink)
         base = tl.where(largest == float("-inf"), 0.0, largest)
         shrink = tl.exp2(top - base)
@@ -387,14 +398,18 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
     o_at = out + (i * o_s + head * o_h)[:, None] + dims[None, :]
     tl.store(o_at, acc.to(out.dtype.element_ty), mask=ok[:, None] & (dims[None, :] < DV))
     if lse is not None:
-        value = tl.where(den == 0.0, float("-inf"), (top + tl.log2(tl.where(den == 0.0, 1.0, den))) * LN2)
+        value = (top + tl.log2(tl.where(den == 0.0, 1.0, den))) * LN2
+        if sinks is not None:
+            value = tl.where(alone, natural, value)
+        else:
+            value = tl.where(alone, float("-inf"), value)
         tl.store(lse + (i * heads_q + head), value, mask=ok)
 
 
 @triton.jit
 def program(
     pid,
-    q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
     ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits,
@@ -553,15 +568,18 @@ def program(
                 lse = lse + q_first * (heads_kv * G)
             k = k + kvh * k_h
             v = v + kvh * v_h
+            k_row_first = 0
             if PAGED:
                 table = table + wide * table_b
             elif cu_k is not None:
                 k_first = tl.load(cu_k + b).to(tl.int64)
                 k = k + k_first * k_s
                 v = v + k_first * v_s
+                k_row_first = k_first.to(tl.int32)
             else:
                 k = k + wide * k_b
                 v = v + wide * v_b
+                k_row_first = b * len_k
             if BIAS != "none":
                 bias = bias + wide * bias_b
             if alibi is not None:
@@ -573,7 +591,7 @@ def program(
                 v_factor = v_factor * tl.load(v_scale + b * vs_b + kvh * vs_h)
 
             acc, den, top = walk(
-                q, k, v, table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
+                q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap * LOG2E, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
                 G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
                 FORMAT, V_IN_K, IEEE, DEFER, TWO_LOOPS)  # fmt: skip
@@ -625,7 +643,7 @@ def program(
 
 @triton.jit
 def attend(
-    q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
     ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits,
@@ -644,7 +662,7 @@ def attend(
         if MODE == "tiles" or pid < programs:
             program(
                 pid,
-                q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
@@ -654,7 +672,7 @@ def attend(
         if MODE == "splits" or pid >= programs:
             program(
                 pid - programs,
-                q, k, v, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
@@ -761,22 +779,22 @@ def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.c
     acc = tl.zeros([BR, BDV], tl.float32)
     for s in tl.range(0, parts):
         at = r + s * rows.to(tl.int64)
-        l = tl.load(lses + at, mask=ok, other=float("-inf")) * LOG2E
+        l = tl.load(lses + at, mask=ok, other=float("-inf"))
         live = l != float("-inf")
         x = tl.load(outs + at[:, None] * part_stride + dims[None, :], mask=mask & live[:, None], other=0.0).to(tl.float32)
         new = tl.maximum(top, l)
         base = tl.where(new == float("-inf"), 0.0, new)
-        w = tl.exp2(l - base)
-        shrink = tl.exp2(top - base)
+        w = tl.exp2((l - base) * LOG2E)
+        shrink = tl.exp2((top - base) * LOG2E)
         den = den * shrink + w
         acc = acc * shrink[:, None] + x * w[:, None]
         top = new
     if sinks is not None:
-        sink = tl.load(sinks + r % heads, mask=ok, other=float("-inf")).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + r % heads, mask=ok, other=float("-inf")).to(tl.float32)
         new = tl.maximum(top, sink)
         base = tl.where(new == float("-inf"), 0.0, new)
-        shrink = tl.exp2(top - base)
-        den = den * shrink + tl.exp2(sink - base)
+        shrink = tl.exp2((top - base) * LOG2E)
+        den = den * shrink + tl.exp2((sink - base) * LOG2E)
         acc = acc * shrink[:, None]
         top = new
     acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]

@@ -92,8 +92,10 @@ class Launch:
         self.fixed = tuple(fixed)
         self.lock = threading.Lock()
         kernel.run  # loads the binary: raises OutOfResources where it does not fit
+        self.tile: Any = None  # set by calls.py where the kernel takes tensor descriptors of this tile
         self.driver = driver()
-        if self.driver is None or not isinstance(kernel.function, int) or _needs_scratch(kernel.metadata):
+        descriptors = any(kind.startswith("tensordesc") for _, kind in spec.types)
+        if self.driver is None or descriptors or not isinstance(kernel.function, int) or _needs_scratch(kernel.metadata):
             self.driver = None
             return
         codes = ["Q" if t.startswith("*") else _FORMAT[t] for _, t in spec.types]

@@ -146,10 +146,11 @@ class Shape(NamedTuple):
     v_in_k: bool
     wide: bool
     ieee: bool
+    descriptors: bool  # keys of full tiles through tensor descriptors (TMA)
     wgmma: bool  # asynchronous matrix instructions: sm_90 and the sm_100 family
 
 
-POINTERS = ("q", "k", "v", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks", "k_scale", "v_scale",
+POINTERS = ("q", "k", "v", "k_desc", "v_desc", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks", "k_scale", "v_scale",
             "cos", "sin", "parts", "stats", "counters")  # fmt: skip
 NUMBERS = (("scale", "fp32"), ("softcap", "fp32"), ("v_factor", "fp32"), ("window_left", "i32"), ("window_right", "i32"))
 STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b", "o_s", "o_h", "table_b", "bias_b", "bias_h", "bias_q",
@@ -180,7 +181,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         form, kv = FORMATS[s.kv_dtype], "*u8"
     splits = mode != "tiles"
     types = {
-        "q": POINTER[s.dtype], "k": kv, "v": kv, "out": POINTER[s.out_dtype], "lse": "*fp32" if s.lse else None,
+        "q": POINTER[s.dtype], "k": kv, "v": kv, "k_desc": None, "v_desc": None, "out": POINTER[s.out_dtype], "lse": "*fp32" if s.lse else None,
         "table": s.table_dtype and POINTER[s.table_dtype], "kv_lens": s.kv_lens_dtype and POINTER[s.kv_lens_dtype],
         "cu_q": s.cu_q_dtype and POINTER[s.cu_q_dtype], "cu_k": s.cu_k_dtype and POINTER[s.cu_k_dtype],
         "bias": s.bias and POINTER[s.bias], "alibi": "*fp32" if s.alibi else None, "sinks": s.sinks and POINTER[s.sinks],
@@ -199,6 +200,9 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
         "V_IN_K": v_in_k, "IEEE": s.ieee, "WGMMA": s.wgmma and not s.ieee, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
     }  # fmt: skip
+    if s.descriptors:
+        kind = POINTER[s.kv_dtype][1:]
+        types |= {"k_desc": f"tensordesc<{kind}[{tile.bn}, {bd}]>", "v_desc": f"tensordesc<{kind}[{tile.bn}, {bdv}]>"}
     runtime = [(name, types[name]) for name in POINTERS if types[name]]
     constants |= {name: None for name in POINTERS if not types[name]}
     runtime += [*NUMBERS, *((name, "i64") for name in STRIDES), *((name, "i32") for name in SIZES)]
