@@ -175,19 +175,23 @@ def _safe_here(name: str, device: Device) -> bool:
 
 
 def compute(job: dict[str, Any]) -> dict[str, Any]:
-    """The job with error (against the float64 reference), seconds (of a second run), ok and detail."""
+    """The job with error (against the float64 reference), seconds (of a second run), ok, detail and fix.
+
+    A family that is quarantined, in this process or on disk, is not run again: it may have ended an earlier process.
+    """
     import torch
 
     from . import registry, verdicts
     from .device import facts
 
-    result = {**job, "error": None, "seconds": None, "ok": False, "detail": ""}
+    result = {**job, "error": None, "seconds": None, "ok": False, "detail": "", "fix": ""}
     try:
         device = torch.device(job["device"])
         kind = facts(device)
-        bound = registry.bind(
-            problem(Device(job["device"], kind.device, kind.arch), job["call"], job["dtype"]), device, job["backend"], check=False
-        )
+        asked = problem(Device(job["device"], kind.device, kind.arch), job["call"], job["dtype"])
+        bound = registry.bind(asked, device, job["backend"], check=False)
+        if quarantined := verdicts.first_use(bound, device):
+            return {**result, "detail": f"quarantined: {quarantined.have}", "fix": quarantined.fix}
         error, result["seconds"] = verdicts.measure(bound, device)
         limit = verdicts.TOLERANCE[job["dtype"]]
         result["error"] = error if math.isfinite(error) else None  # JSON has no infinity
@@ -218,7 +222,7 @@ def _in_children(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from done
         jobs = jobs[len(done):]
         if jobs:
-            yield {**jobs[0], "error": None, "seconds": None, "ok": False, "detail": ended}
+            yield {**jobs[0], "error": None, "seconds": None, "ok": False, "detail": ended, "fix": ""}
             jobs = jobs[1:]
 
 
@@ -271,12 +275,13 @@ def _of_choices(chosen: list[dict]) -> Iterator[Finding]:
 
 
 def _of_checks(computed: list[dict]) -> Iterator[Finding]:
-    failed: dict[tuple[str, str, str], list[str]] = {}
+    failed: dict[tuple[str, str, str, str], list[str]] = {}
     for c in computed:
         if not c["ok"]:
-            failed.setdefault((c["backend"], c["device"], c["detail"]), []).append(f"{c['call']} {c['dtype']}")
-    for (backend, device, detail), calls in failed.items():
-        yield Finding("error", "check", f"{backend} on {device} failed a tiny {', '.join(calls)}: {detail}", _without(backend))
+            failed.setdefault((c["backend"], c["device"], c["detail"], c["fix"]), []).append(f"{c['call']} {c['dtype']}")
+    for (backend, device, detail, fix), calls in failed.items():
+        text = f"{backend} on {device} failed a tiny {', '.join(calls)}: {detail}"
+        yield Finding("error", "check", text, fix or _without(backend))
 
 
 def _of_verdicts(verdicts: list[dict], computed: list[dict]) -> Iterator[Finding]:
@@ -352,14 +357,9 @@ def text(r: dict[str, Any], style: Style) -> str:
     marks = {"ready": "good", "partial": "warn", "unavailable": "dim", "broken": "bad"}
     width = max((len(b["name"]) for b in r["backends"]), default=0)
     for b in r["backends"]:
-        lines.append(
-            f"  {style.mark(marks[b['level']])} {b['name']:<{width}}  {b['level']}"
-            + (f": {b['title']}" if b["level"] == "ready" else "")
-        )
-        for reason in b["reasons"]:
-            lines.append(style.paint("dim", f"    {'':{width}}{reason['code']}: need {reason['need']}, have {reason['have']}"))
-            if reason["fix"]:
-                lines.append(f"    {'':{width}}fix: {reason['fix']}")
+        why = [f"{reason['code']}: need {reason['need']}, have {reason['have']}" for reason in b["reasons"]] or [b["title"]]
+        lines.append(f"  {style.mark(marks[b['level']])} {b['name']:<{width}}  {b['level']}: {'; '.join(why)}")
+        lines += [f"    {'':{width}}  fix: {fix}" for fix in dict.fromkeys(reason["fix"] for reason in b["reasons"]) if fix]
     for device in dict.fromkeys(line["device"] for line in r["choices"]):
         section(f"Calls on {device}")
         lines += [f"  {row}" for row in _choice_rows([line for line in r["choices"] if line["device"] == device])]
