@@ -158,7 +158,7 @@ class Attention:
         self.num_splits, self.invariant = call.num_splits, call.batch_invariant
         self.fixed = self._fixed_strides(call)
         self.tensors = self._optional(call)
-        self.variants: dict[tuple[bool, bool], tuple] = {}
+        self.variants: dict[tuple[bool, bool, bool], tuple] = {}
         self.append = Append(call) if call.k_new is not None and not self.empty else None
         self.shape = self._shape(call)
         self.ready: tuple | None = None
@@ -206,13 +206,13 @@ class Attention:
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
-            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), descriptors=False,
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), flip=False, descriptors=False,
             wgmma=self.machine.wgmma,
         )  # fmt: skip
 
-    def _prepare(self, call: Call, aligned: bool, v_in_k: bool) -> tuple:
+    def _prepare(self, call: Call, aligned: bool, v_in_k: bool, negative: bool) -> tuple:
         """(launch, floats of workspace, counters) of one variant: by what the pointers allow."""
-        shape = self.shape._replace(aligned=aligned, v_in_k=v_in_k)
+        shape = self.shape._replace(aligned=aligned, v_in_k=v_in_k, flip=negative or self.shape.k_scale)
         is32 = shape.dtype == torch.float32
         bd, bd2 = schedule.head_blocks(self.d)
         padded = max(bd + bd2, schedule.pow2(self.dv, 16))
@@ -322,8 +322,9 @@ class Attention:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         if self.append is not None:
             self.append(call, stream)
+        numbers = self._numbers(call)
         pq, pk, pv, po = call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()
-        variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k)
+        variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k, numbers[0] < 0)
         ready = self.variants.get(variant)
         if ready is None:
             ready = self.variants[variant] = self._prepare(call, *variant)
@@ -347,12 +348,13 @@ class Attention:
             else:
                 held = space.eager(stream, floats + stats, counters)
             pointers += (held[2], held[2] + 4 * floats, held[3])
-        launch(stream, *pointers, *self._numbers(call))
+        launch(stream, *pointers, *numbers)
 
     def _interpret(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
         if self.append is not None:
             self.append(call, 0)
-        variant = (False, call.k.data_ptr() == call.v.data_ptr() and self.shape.v_in_k)
+        numbers = self._numbers(call)
+        variant = (False, call.k.data_ptr() == call.v.data_ptr() and self.shape.v_in_k, numbers[0] < 0)
         if variant not in self.variants:
             self.variants[variant] = self._prepare(call, *variant)
         launch, floats, stats, counters = self.variants[variant]
@@ -361,7 +363,7 @@ class Attention:
         if floats:
             space = torch.empty(floats + stats)
             tensors += [space, space[floats:], torch.zeros(counters, dtype=torch.int32)]
-        launch(0, *tensors, *self._numbers(call))
+        launch(0, *tensors, *numbers)
 
 
 class Append:

@@ -263,6 +263,7 @@ def walk(
     BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr,
+    FLIP: tl.constexpr,
 ):  # fmt: skip
     """Rows row0 .. row0 + BM of one kv head over keys lo .. hi. Pointers stand at the sequence (bias: at its batch entry),
     k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the maximum in units of log 2."""
@@ -292,9 +293,10 @@ def walk(
 
     PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or BIAS != "none")
     if PLAIN:  # the maximum is taken before scaling, which needs a positive scale: its sign goes into q
-        if c < 0:
-            q = -q
-            q2 = -q2
+        if FLIP:  # a variant of its own: a q that is more than a load would be fed to wgmma from registers, tile by tile
+            if c < 0:
+                q = -q
+                q2 = -q2
         c = tl.maximum(tl.abs(c), 1e-30)  # a scale of 0: every visible key weighs the same, -inf stays -inf
     slope = rows.to(tl.float32)
     if ALIBI:
@@ -417,7 +419,7 @@ def program(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
-    IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One tile program or one split program. Of ragged sequences, tile programs skip those of SKIP_TO rows or fewer, and
     split programs take those of TAKE_TO rows or fewer (0: all)."""
@@ -594,7 +596,7 @@ def program(
                 q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap * LOG2E, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
                 G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
-                FORMAT, V_IN_K, IEEE, DEFER, TWO_LOOPS)  # fmt: skip
+                FORMAT, V_IN_K, IEEE, DEFER, TWO_LOOPS, FLIP)  # fmt: skip
 
             if SPLIT:
                 if splits > 1:
@@ -651,7 +653,7 @@ def attend(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
-    V_IN_K: tl.constexpr, IEEE: tl.constexpr, WGMMA: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    V_IN_K: tl.constexpr, IEEE: tl.constexpr, WGMMA: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """MODE "tiles", "splits", or "both": programs below `programs` are tile programs, the rest split programs. The arguments up
     to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
@@ -667,7 +669,7 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
                 fixed_splits, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, WGMMA and BM >= 64, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, WGMMA and BM >= 64, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
     if MODE != "tiles":
         if MODE == "splits" or pid >= programs:
             program(
@@ -678,7 +680,7 @@ def attend(
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
                 fixed_splits, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
                 SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
-                WGMMA and SPLIT_BM >= 64, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                WGMMA and SPLIT_BM >= 64, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
 
 
 # ---- the small ones

@@ -146,6 +146,7 @@ class Shape(NamedTuple):
     v_in_k: bool
     wide: bool
     ieee: bool
+    flip: bool  # the scale may be negative
     descriptors: bool  # keys of full tiles through tensor descriptors (TMA)
     wgmma: bool  # asynchronous matrix instructions: sm_90 and the sm_100 family
 
@@ -198,7 +199,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
-        "V_IN_K": v_in_k, "IEEE": s.ieee, "WGMMA": s.wgmma and not s.ieee, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+        "V_IN_K": v_in_k, "IEEE": s.ieee, "WGMMA": s.wgmma and not s.ieee, "FLIP": s.flip, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
     }  # fmt: skip
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
