@@ -126,7 +126,7 @@ def evidence(m: Manifest, c: Capability) -> str:
     """What the claim of a capability rests on: its records, else the CI lanes that speak for it, else "nothing yet"."""
     found: dict[str, list[str]] = {"run": [], "emulated": [], "compiles": []}
     for record in m.verified:
-        if _speaks_for(c, str(record.get("arch", ""))):
+        if _speaks_for(c, str(record.get("arch") or record.get("device", ""))):  # MPS and XPU have no arch
             found.setdefault(str(record.get("how", "run")), []).append(_record(record))
     for lane in m.ci:
         kind = {"emulate": "emulated", "compile": "compiles"}.get(str(lane.get("lane")))

@@ -153,3 +153,10 @@ def test_the_readme_table_is_current():
     if not README.exists() or matrix.BEGIN not in README.read_text(encoding="utf-8"):
         pytest.skip("README.md has no support table yet")
     assert cli.main(["support-table", "--check", str(README)]) == 0, "run: portattn support-table --write README.md"
+
+
+def test_a_record_of_a_device_without_an_arch_counts_for_its_device_only():
+    record = {"device": "mps", "arch": "", "date": "2026-11-29", "passed": 5}
+    c = DECODE._replace(devices=("mps",), arch=Arch())
+    assert matrix.evidence(manifest(verified=(record,)), c).startswith("run: mps, 2026-11-29, 5 passed")
+    assert matrix.evidence(manifest(verified=(record,)), DECODE) == "nothing yet"
