@@ -64,6 +64,8 @@ HOLES = (
     Hole("cpu-fp16", "cpu", (2, 4), ALWAYS, "fp16 products run at 1 to 3 GFLOP/s, SDPA's included", "fp16 is computed in float32, never by SDPA"),
     Hole("cpu-value-dim", "cpu", (2, 4), ALWAYS, "Dv != D falls to the MATH kernel with its O(N**2) scores", "SDPA only for Dv == D"),
     Hole("cpu-nan-query", "cpu", (2, 4), (2, 7), "a NaN query gives zeros (fixed in a version that the report does not name)", "no SDPA on CPU below 2.7"),
+    Hole("cpu-nan-few-keys", "cpu", (2, 4), ALWAYS, "with fewer keys than a vector holds floats, rows whose scores are NaN give zeros (seen in 2.13)",
+         "SDPA only for at least `least_keys()` keys"),
     # --- NVIDIA and AMD
     Hole("cudnn-gqa-sm100", "cuda", (2, 4), ALWAYS, "cuDNN's SDPA is wrong on sm_100 with fewer than 8 key heads (2.11, 2.13)", "the flash operator is called by name, never cuDNN"),
     Hole("cuda-math", "cuda", (2, 4), ALWAYS, "what no fused kernel takes goes to MATH, with O(N**2) scores", "the flash operator is called by name, and only for what it takes"),
@@ -100,6 +102,13 @@ def score_limit(device: str, version: Version | None = None) -> int:
     return 1 << 30 if "xpu-big-scores" in found else 1 << 31
 
 
+@functools.lru_cache(maxsize=None)
+def least_keys(capability: str = "") -> int:
+    """How many keys SDPA must be given on CPU for NaN to stay NaN: the floats of a vector, or 16 where that is unknown."""
+    capability = capability or torch.backends.cpu.get_cpu_capability()
+    return 8 if capability == "AVX2" else 16
+
+
 # What kills SDPA for everything on a device, while it is active.
 _NO_SDPA = frozenset(h.id for h in HOLES if h.guard in (NO_FUSED_MPS, "SDPA is not used on XPU", "no SDPA on CPU below 2.7"))
 
@@ -115,4 +124,4 @@ def no_sdpa(device: str, arch: str = "", version: Version | None = None) -> str:
     return "" if device in ("cpu", "cuda", "hip") else "SDPA's kernels on this device are unknown"
 
 
-__all__ = ["HOLES", "Hole", "active", "kind", "no_sdpa", "release", "score_limit"]
+__all__ = ["HOLES", "Hole", "active", "kind", "least_keys", "no_sdpa", "release", "score_limit"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import append, fused, tiled
+from . import append, fused, holes, tiled
 from .merging import merge_states
 from .tiled import Rules
 
@@ -132,12 +132,11 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
                 c1 = min(c0 + step, n)
                 k, v = (rescaled(gather(c, table[b : b + nb], c0, c1, name), scale, b, nb, q.dtype)
                         for c, name, scale in ((call.k, "k", call.k_scale), (call.v, "v", call.v_scale)))
-                if direct:
+                if direct and c1 - c0 >= holes.least_keys():
                     one = mine if mine is None or mine.dim() == 1 else mine[0]
                     states.append(fused.decode(q_part[:, 0], k, v, rules.scale, one, n - 1 - c0))
                     continue
-                whole = c0 == first and c1 == n
-                if whole and not chunked or whole and rules.sinks is None:
+                if c0 == first and c1 == n and (rules.sinks is None or not chunked):
                     tiled.attend(q_part, k, v, rules._replace(slopes=mine), part.view(nb, rows, hq, dim_v),
                                  part_lse.view(nb, rows, hq) if lse is not None else None, None, state_alone, n - rows - c0)
                     continue

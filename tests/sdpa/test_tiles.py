@@ -1,0 +1,177 @@
+"""Tiles: cut anywhere, they compute the same; memory stays linear; bits repeat and do not depend on the batch."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import portattn
+from conftest import check, randn, sdpa
+from portattn import reference
+from portattn.testing.tolerance import close_lse, close_out
+
+arith, tiled = sdpa.arith, sdpa.tiled
+INVARIANT = dict(batch_invariant=True, backend="sdpa", causal=True, softcap=5.0)
+
+
+@pytest.mark.parametrize("scores", [1, 7, 100, 1 << 20])
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_any_cut_is_exact(pretend, kind, scores):
+    pretend(kind)
+    q, k, v = randn(2, 21, 6, 8), randn(2, 34, 2, 8), randn(2, 34, 2, 5)
+    options = dict(causal=True, window_size=(15, 0), softcap=3.0, bias=randn(2, 1, 21, 34), alibi_slopes=torch.rand(6), sinks=randn(6))
+    rules = tiled.Rules(8**-0.5, 15, 0, 3.0, options["bias"], options["alibi_slopes"], options["sinks"])
+    out, lse = torch.empty(2, 21, 6, 5), torch.empty(2, 21, 6)
+    largest = Largest()
+    with largest:
+        tiled.attend(q, k, v, rules, out, lse, tiled.Limits(16, scores, 1 << 12))
+    want, plain = reference.attention(q, k, v, **options), reference.plain(reference.attention, q, k, v, **options)
+    close_out(out, want[0], plain[0], q.dtype)
+    close_lse(lse, want[1], plain[1], q.dtype)
+    if scores >= 100:  # below, one row of one head's group and one key is the least
+        assert largest.scores <= max(scores, 3 * 3) + 3 * 16  # the sink's column
+
+
+class Largest(TorchDispatchMode):
+    """The largest result of a matrix product that is a tile of scores: its last two axes are rows and keys."""
+
+    scores = elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
+            if "softmax" in str(func):
+                self.scores = max(self.scores, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_memory_is_linear_in_length(pretend, kind):
+    pretend(kind)
+    n, heads = 4096, 8
+    q, k = randn(1, n, heads, 8), randn(1, n, 2, 8)
+    largest = Largest()
+    with largest:
+        portattn.attention(q, k, k, causal=True, softcap=4.0, window_size=(n, 0), sinks=randn(heads), alibi_slopes=torch.rand(heads),
+                           bias=randn(1, heads, 1, n), return_lse=True, backend="sdpa")
+    assert largest.elements <= tiled.limits(torch.device("cpu")).scores + n * heads < n * n * heads // 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_logits_do_not_overflow(dtype):
+    q, k, v = (randn(1, 300, 2, 64, dtype=dtype, seed=s) * 60 for s in range(3))
+    check("attention", q, k, v, causal=True, softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("dim, dim_v", [(1, 1), (3, 7), (256, 256), (576, 512)])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_head_dims_and_groups(dim, dim_v, group):
+    check("attention", randn(1, 9, 2 * group, dim), randn(1, 12, 2, dim), randn(1, 12, 2, dim_v), causal=True)
+
+
+def test_values_may_be_a_view_of_the_keys():
+    latent = randn(1, 20, 1, 576)
+    check("attention", randn(1, 3, 8, 576), latent, latent[..., :512], causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_a_request_has_the_same_bits_in_any_batch(pretend, kind, dtype):
+    pretend(kind)
+    lens_q, lens_k = [7, 1, 40], [30, 50, 40]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (lens_q, lens_k))
+    q, k, v = randn(48, 6, 16, dtype=dtype), randn(120, 2, 16, dtype=dtype), randn(120, 2, 16, dtype=dtype, seed=1)
+    together = portattn.attention_varlen(q, k, v, cu_q, cu_k, 64, 99, **INVARIANT)
+    pages = [x.new_zeros(12, 16, 2, 16) for x in (k, v)]
+    for b, (n, m) in enumerate(zip(lens_q, lens_k)):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        own = torch.tensor([0, n]), torch.tensor([0, m])
+        alone = portattn.attention_varlen(q[rows], k[keys], v[keys], *own, n, m, **INVARIANT)
+        assert torch.equal(together[rows], alone)
+        placed = []
+        for start in (0, 5):  # the same keys on other pages
+            table = torch.arange(start, start + 4)[None]
+            for cache, x in zip(pages, (k, v)):
+                cache.view(-1, 2, 16)[start * 16 : start * 16 + m] = x[keys]
+            placed.append(portattn.attention_paged(q[rows], *pages, table, torch.tensor([m]), cu_seqlens_q=own[0], max_seqlen_q=n + start, **INVARIANT))
+        assert torch.equal(*placed)
+
+
+def test_bits_repeat():
+    q, k = randn(2, 100, 4, 32), randn(2, 100, 2, 32)
+    first = portattn.attention(q, k, k, causal=True, sinks=randn(4), backend="sdpa")
+    assert all(torch.equal(first, portattn.attention(q, k, k, causal=True, sinks=randn(4), backend="sdpa")) for _ in range(3))
+
+
+def test_kept_buffers_are_a_threads_own():
+    cache, table = [randn(40, 16, 2, 32, seed=s) for s in range(2)], torch.randperm(40)[None]
+    jobs = [(randn(1, 1, 4, 32, seed=s), torch.tensor([37 * s + 20])) for s in range(8)]
+    run = lambda q, n: portattn.attention_paged(q, *cache, table, n, causal=True, window_size=(500, 0), backend="sdpa")
+    want, wrong = [run(*job) for job in jobs], []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(run(*jobs[i]), want[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_buffers_kept_in_inference_mode_serve_outside_it():
+    cache, table, lens = [randn(9, 16, 2, 24, seed=s) for s in range(2)], torch.arange(9)[None], torch.tensor([140])
+    run = lambda: portattn.attention_paged(randn(1, 1, 4, 24), *cache, table, lens, window_size=(130, 0), causal=True, backend="sdpa")
+    sdpa.paged._kept.__dict__.clear()
+    with torch.inference_mode():
+        first = run()
+    assert torch.equal(first, run())
+
+
+def test_a_windowed_decode_gathers_only_visible_pages(monkeypatch):
+    spans, real = [], sdpa.paged.gather
+    monkeypatch.setattr(sdpa.paged, "gather", lambda c, t, first, last, name: spans.append((first, last)) or real(c, t, first, last, name))
+    cache = [randn(64, 16, 2, 16, seed=s) for s in range(2)]
+    for c in cache:
+        c[:55] = torch.nan
+    out = portattn.attention_paged(randn(1, 1, 4, 16), *cache, torch.arange(64)[None], torch.tensor([1000]), causal=True, window_size=(99, 0),
+                                   backend="sdpa")
+    assert spans == [(900, 1000)] * 2 and out.isfinite().all()
+
+
+# ------------------------------------------------------------------ float32 is float32
+@pytest.mark.parametrize("inner", [8, 129])
+def test_split_product_survives_tf32(inner):
+    def tf32(x: torch.Tensor) -> torch.Tensor:  # round to 10 stored mantissa bits, as the hardware does
+        return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+    a, b = randn(2, 33, inner), randn(2, inner, 40)
+    want = a.double() @ b.double()
+    real, torch.bmm = torch.bmm, lambda x, y: real(tf32(x.contiguous()), tf32(y.contiguous()))
+    try:
+        split, plain = arith.split_product(a, b), torch.bmm(a, b)
+    finally:
+        torch.bmm = real
+    largest = want.abs().max()
+    assert (split - want).abs().max() < 2e-6 * largest
+    assert (plain - want).abs().max() > 1e-4 * largest  # what a flag would have cost
+
+
+def test_global_precision_flags_change_nothing():
+    q, k = randn(1, 70, 4, 64), randn(1, 200, 2, 64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert arith.reduced("cpu") and arith.reduced("cuda")
+        check("attention", q, k, k, causal=True)
+        check("attention", q[:, :3], k[:, :5], k[:, :5], softcap=2.0)
+        assert torch.get_float32_matmul_precision() == "medium"  # and the flag is left alone
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not arith.reduced("cpu") and not arith.reduced("cuda")
