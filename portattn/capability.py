@@ -107,8 +107,9 @@ def unmet(capability: Capability, problem: Problem) -> tuple[Reason, ...]:
     kv_dtypes = (p.dtype, *c.kv_dtypes)
     want(p.kv_dtype in kv_dtypes, "kv_dtype", "|".join(kv_dtypes), p.kv_dtype)
     want(p.head_dim in c.head_dims, "head_dim", c.head_dims, p.head_dim)
-    head_dims_v = c.head_dims_v or c.head_dims
-    want(p.head_dim_v in head_dims_v, "head_dim_v", head_dims_v, p.head_dim_v)
+    if c.head_dims_v is not None or p.head_dim_v != p.head_dim:  # else the line above has said it
+        head_dims_v = c.head_dims_v or c.head_dims
+        want(p.head_dim_v in head_dims_v, "head_dim_v", head_dims_v, p.head_dim_v)
     want(not c.equal_head_dims or p.head_dim == p.head_dim_v, "head_dim_v", f"{p.head_dim} as head_dim", p.head_dim_v)
     if p.layout != "cache_append":
         want(p.q_len in c.q_len, "q_len", "|".join(c.q_len), p.q_len)

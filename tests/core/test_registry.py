@@ -93,7 +93,7 @@ def test_the_error_names_every_backend_with_every_reason(qkv):
         with portattn.use("one", "two"), pytest.raises(portattn.NoBackendError) as caught:
             portattn.attention(*qkv, causal=True)
     text = str(caught.value)
-    assert [r.code for r in caught.value.rejected["one"]] == ["dtype", "head_dim", "head_dim_v", "causal"]
+    assert [r.code for r in caught.value.rejected["one"]] == ["dtype", "head_dim", "causal"]
     assert "head_dim: need 64|128, have 16" in text and "two" in text and "fix: z" in text
 
 
