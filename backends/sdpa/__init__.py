@@ -80,7 +80,7 @@ def _fused_dense(call: Call, plain: bool) -> bool:
     (batch, sq, hq, _), sk = call.q.shape, call.k.shape[1]
     if not plain or 0 in (batch, sq, sk, hq) or not _square(call, sq, sk):
         return False
-    return holes.kind(call.q.device) != "cpu" or not call.return_lse and sk >= holes.least_keys() and batch * hq * sq * sk <= fused.CPU_SCORES
+    return holes.kind(call.q.device) != "cpu" or not call.return_lse and sk >= holes.least_keys() and batch * hq * sq * sk <= fused.cpu_scores(call.q.dtype)
 
 
 def _square(call: Call, sq: int, sk: int) -> bool:
@@ -157,7 +157,7 @@ def _varlen_host(call: Call, bound, rules: Rules):
     total, hq = call.q.shape[:2]
     starts_q, starts_k, ends_k = _spans(call)
     fuse, invariant = bound.state["plain"] and not want_lse, call.batch_invariant
-    out, lse, least = None, None, holes.least_keys()
+    out, lse, least, most = None, None, holes.least_keys(), fused.cpu_scores(q.dtype)
     for b, (q0, k0, k1) in enumerate(zip(starts_q, starts_k, ends_k)):
         sq, sk = starts_q[b + 1] - q0, k1 - k0
         if sq == 0:
@@ -165,7 +165,7 @@ def _varlen_host(call: Call, bound, rules: Rules):
         scores = hq * sq * sk
         parts = (q, k, v) if sq == total and sk == k.shape[1] else (q.narrow(1, q0, sq), k.narrow(1, k0, sk), v.narrow(1, k0, sk))
         got_lse = None
-        if fuse and sk >= least and scores <= fused.CPU_SCORES and _square(call, sq, sk):
+        if fuse and sk >= least and scores <= most and _square(call, sq, sk):
             got = fused.small(*parts, rules.scale, rules.right == 0 and sq > 1)
         elif 0 < scores <= small.MOST_SCORES and not invariant:
             got, got_lse = small.attend(*parts, _of_sequence(rules, b), want_lse)
@@ -218,7 +218,7 @@ def _paged_one(call: Call, bound, host: bool):
     """Decode of equal, short lengths without features: one gather and one fused call."""
     lens = call.kv_lens.tolist()
     n = lens[0] if lens else 0
-    if n < holes.least_keys() or n * len(lens) > paged.CHUNK_TOKENS or lens.count(n) != len(lens):
+    if n <= 0 or n * len(lens) > paged.chunk_tokens() or lens.count(n) != len(lens):
         return _paged(call, bound, host)
     out, lse = paged.decode(call.q, call, n)
     shape = call.q.shape

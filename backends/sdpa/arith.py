@@ -17,19 +17,26 @@ from portattn.device import cpu_arch
 from . import holes
 
 
+def _said(owner: object, name: str) -> bool:
+    ask = getattr(owner, name, None)
+    try:
+        return bool(ask and ask())
+    except RuntimeError:
+        return False
+
+
+@functools.lru_cache(maxsize=None)
+def cpu_has_amx() -> bool:
+    """Whether this processor has AMX's tile multiplication."""
+    return cpu_arch() == "x86_64" and _said(torch.cpu, "_is_amx_tile_supported")
+
+
 @functools.lru_cache(maxsize=None)
 def cpu_has_bf16() -> bool:
     """Whether this processor multiplies bf16 matrices faster than float32 ones: AVX512-BF16, AMX, or Arm's BF16 extension."""
-    def said(owner: object, name: str) -> bool:
-        ask = getattr(owner, name, None)
-        try:
-            return bool(ask and ask())
-        except RuntimeError:
-            return False
-
     if cpu_arch() == "x86_64":
-        return said(torch.cpu, "_is_avx512_bf16_supported") or said(torch.cpu, "_is_amx_tile_supported")
-    return said(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+        return _said(torch.cpu, "_is_avx512_bf16_supported") or cpu_has_amx()
+    return _said(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
 
 
 def work_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -13,16 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import append, fused, holes, tiled
+from . import append, fused, holes, small, tiled
 from .merging import merge_states
 from .tiled import Rules
 
-CHUNK_TOKENS = 1024  # x 8 key heads x 128 dims x 2 tensors: 4 MB in bf16
 FEW_ROWS = 64  # query rows (tokens x group) below which a sequence is a decode: its keys are gathered in chunks
 BIG_PAGE = 512  # tokens; larger pages are copied as far as they are in use, not gathered whole
 KEPT_BYTES = 1 << 25  # of one gather buffer
+FRESH = 1 << 14  # elements; memory so small comes without page faults, and a kept buffer costs more
 
 _kept = threading.local()
+
+
+def chunk_tokens() -> int:
+    """Tokens gathered at a time: 1024 a thread, 4 MB of keys and values in bf16 with 8 heads of 128."""
+    return 1024 * min(torch.get_num_threads(), 16)
 
 
 def buffer(name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -67,7 +72,7 @@ def gather(cache: Tensor, table: Tensor, first: int, last: int, name: str) -> Te
 
 
 def decode(q: Tensor, call, n: int) -> tuple[Tensor, Tensor | None]:
-    """out and lse as (B, Hkv, group, D) and (B, Hkv, group): one query token (B, 1, Hq, D) each over the first n keys of its pages.
+    """out and lse to be reshaped to q's (B, 1, Hq, D) and (B, 1, Hq): one query token (B, 1, Hq, D) each over the first n keys of its pages.
 
     Few tokens: the shortest way from a table to the fused operator.
     """
@@ -75,7 +80,15 @@ def decode(q: Tensor, call, n: int) -> tuple[Tensor, Tensor | None]:
     pages = -(-n // size)
     ids = call.block_table.flatten() if pages == call.block_table.shape[1] else call.block_table[:, :pages].reshape(-1)
     shape, strides = (batch, heads, n, dim), (pages * size * heads * dim, dim, heads * dim, 1)
-    k, v = call.k.index_select(0, ids).as_strided(shape, strides), call.v.index_select(0, ids).as_strided(shape, strides)
+    if ids.shape[0] * size * heads * dim <= FRESH:
+        k, v = call.k.index_select(0, ids), call.v.index_select(0, ids)
+    else:
+        k, v = (torch.index_select(c, 0, ids, out=buffer(name, ids.shape[0] * size * heads * dim, c.dtype).view(-1, size, heads, dim))
+                for c, name in ((call.k, "k"), (call.v, "v")))
+    k, v = k.as_strided(shape, strides), v.as_strided(shape, strides)
+    if n < holes.least_keys():
+        out, lse = small.attend(q, k.transpose(1, 2), v.transpose(1, 2), Rules(call.softmax_scale), call.return_lse)
+        return out, lse
     q = q.view(batch, heads, hq // heads, dim)
     if call.return_lse:
         return fused.flash(q, k, v, call.softmax_scale)
@@ -100,14 +113,14 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
     table, cache = call.block_table, call.k
     (_, hq, dim), heads, dim_v = q.shape, cache.shape[2], call.v.shape[3]
     group, slopes = hq // heads, rules.slopes
-    chunk = max(CHUNK_TOKENS, cache.shape[1]) if cache.shape[1] < BIG_PAGE else CHUNK_TOKENS
+    chunk = chunk_tokens()
     few = max(1, FEW_ROWS // group)
     left, bare = rules.left, rules._replace(sinks=None, slopes=None)
     b, batch = 0, len(lens)
     while b < batch:
         lo, rows, n = starts[b], starts[b + 1] - starts[b], max(lens[b], 0)
         nb = 1
-        if rows == 1 and not state_alone and n * 2 <= chunk:  # neighbours of the same length share a call
+        if rows == 1 and not state_alone and n <= chunk:  # neighbours of the same length share a call
             most = min(chunk // max(n, 1), batch - b)
             while nb < most and starts[b + nb + 1] - starts[b + nb] == 1 and lens[b + nb] == lens[b]:
                 nb += 1

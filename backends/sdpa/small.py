@@ -15,6 +15,7 @@ from .tiled import INF, Rules
 
 MOST_SCORES = 1 << 14  # batch x heads x Sq x Sk
 _ZERO = torch.zeros(1)
+_LEAST = torch.finfo(torch.float32).min
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,19 +53,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tup
     rows = q.view(batch, sq, heads, group, dim).permute(0, 2, 3, 1, 4).reshape(units, group * sq, dim)
     kt = k.permute(0, 2, 3, 1).reshape(units, dim, sk)
     alpha = scale / softcap if softcap else scale
-    s = arith.product(rows, kt).mul_(alpha) if arith.reduced("cpu") else torch.baddbmm(_ZERO, rows, kt, beta=0, alpha=alpha)
+    reduced = arith.reduced("cpu")
+    s = arith.product(rows, kt).mul_(alpha) if reduced else torch.baddbmm(_ZERO, rows, kt, beta=0, alpha=alpha)
+    s = s.view(batch, hq, sq, sk)
     if softcap:
         s.tanh_().mul_(softcap)
     mask, empty = hidden(sq, sk, left, right)
-    if bias is not None or slopes is not None or mask is not None or sinks is not None:
-        s = s.view(batch, hq, sq, sk)
-        if slopes is not None:
-            s.addcmul_(slopes[..., None, None], far(sq, sk), value=-1)
-        if bias is not None:
-            empty = True  # perhaps
-            s = s.masked_fill_(bias.logical_not(), -INF) if bias.dtype == torch.bool else s.add_(bias)
-        if mask is not None:
-            s.masked_fill_(mask, -INF)
+    if slopes is not None:
+        s.addcmul_(slopes.view(-1, hq, 1, 1), far(sq, sk), value=-1)
+    if bias is not None:
+        empty = True  # perhaps
+        s = s.masked_fill_(bias.logical_not(), -INF) if bias.dtype == torch.bool else s.add_(bias)
+    if mask is not None:
+        s.masked_fill_(mask, -INF)
     lse = total = None
     if want_lse or empty or sinks is not None:
         top = s.amax(-1, keepdim=True)
@@ -72,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tup
             sinks = sinks.view(hq, 1, 1)
             top = torch.maximum(top, sinks)
         if empty:
-            top = top.masked_fill(top == -INF, 0.0)
+            top = top.clamp_min_(_LEAST)  # -inf - _LEAST is -inf still, and gives 0
         p = s.sub_(top).exp_()
         total = p.sum(-1, keepdim=True)
         if sinks is not None:
@@ -80,17 +81,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tup
         if want_lse:
             lse = total.log().add_(top)
         if empty:
-            total = total.masked_fill_(total == 0, 1.0)
+            total = total.clamp_min_(0.5)  # it is 0, or at least 1
     else:
         p = s.softmax(-1)
     values = v.transpose(1, 2).reshape(units, sk, dim_v)
     p = p.view(units, group * sq, sk)
-    out = (arith.product(p, values) if arith.reduced("cpu") else torch.bmm(p, values)).view(batch, hq, sq, dim_v)
+    out = (arith.product(p, values) if reduced else torch.bmm(p, values)).view(batch, hq, sq, dim_v)
     if total is not None:
-        out /= total.view(batch, hq, sq, 1)
+        out /= total
     out = out.transpose(1, 2)
     out = out.contiguous() if dtype == torch.float32 else out.to(dtype, memory_format=torch.contiguous_format)
-    return out, lse.view(batch, hq, sq).transpose(1, 2).contiguous() if want_lse else None
+    return out, lse.squeeze(-1).transpose(1, 2).contiguous() if want_lse else None
 
 
 __all__ = ["MOST_SCORES", "attend"]
