@@ -330,17 +330,124 @@ class Device:
         return self.driver.function(self.index, self.arch, instance, shared, f"portattn_{instance.kernel}")
 
 
-class Attention:
-    """Calls of one shape, strides and options."""
+def append_values(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Any, v_scale: Any, call: Call | None = None,
+                  slots: Tensor | None = None) -> dict[str, Any]:
+    """Every field of AppendParams but pointers: for `cache_append` with `slots`, for an attention call with `call`."""
+    names = ("batch", "token", "head")
+    values: dict[str, Any] = {}
+    for name, x in (("k", k), ("v", v)):
+        values |= {f"{name}_{axis}": s for axis, s in zip(names, _strides(x, x.dim() == 4))}
+    for name, x in (("kc", k_cache), ("vc", v_cache)):
+        values |= {f"{name}_{axis}": s for axis, s in zip(("page", "token", "head"), x.stride()[:3])}
+    kb, kh = scale_strides(k_scale)
+    vb, vh = scale_strides(v_scale)
+    number = lambda x: 1.0 if x is None or isinstance(x, Tensor) else x
+    values |= {
+        "tokens": k.shape[:-2].numel(), "heads_kv": k.shape[-2], "head_dim": k.shape[-1], "head_dim_v": v.shape[-1], "page_size": k_cache.shape[1],
+        "scale_batch_k": kb, "scale_head_k": kh, "scale_batch_v": vb, "scale_head_v": vh, "k_factor": number(k_scale), "v_factor": number(v_scale),
+        "flags": LENGTHS_64 if _wide(slots if call is None else call.kv_lens) else 0,
+    }
+    if call is not None:
+        rotary = call.rotary_cos
+        values |= {
+            "batch": call.kv_lens.shape[0], "len_q": k.shape[1] if k.dim() == 4 else 0, "table_batch": call.block_table.stride(0),
+            "rotary_dim": 0 if rotary is None else 2 * rotary.shape[-1],
+        }
+        for bit, on in ((TABLE_64, _wide(call.block_table)), (CU_Q_64, _wide(call.cu_seqlens_q)), (INTERLEAVED, call.rotary_interleaved),
+                        (ROTARY_FLOAT, rotary is not None and rotary.dtype is torch.float32)):
+            values["flags"] |= bit if on else 0
+    return values
+
+
+def merge_values(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> dict[str, Any]:
+    """Every field of MergeParams but pointers; outs and lses are contiguous."""
+    rows = outs.shape[1:-1].numel()
+    return {"outs_state": rows * outs.shape[-1], "lses_state": rows, "rows": rows, "states": outs.shape[0], "heads": outs.shape[-2],
+            "head_dim": outs.shape[-1], "flags": SINKS_FLOAT if sinks is not None and sinks.dtype is torch.float32 else 0}
+
+
+SMALL_THREADS = 128  # of the append and merge kernels
+
+
+def small_instance(kernel: str, dtype: str, kv_dtype: str | None = None) -> Instance:
+    """The append or merge kernel for its types."""
+    return Instance(kernel, (("PA_T", TYPES[dtype]), *((("PA_C", TYPES[kv_dtype]),) if kv_dtype else ())))
+
+
+class _Bound:
+    """A kernel bound to calls of one shape, strides and options, launched on the tensors' device and torch's stream."""
+
+    def __init__(self, device: Device):
+        self.device, self.index = device, device.index
+
+    def stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.index)
+
+    def there(self) -> bool:
+        return torch._C._cuda_getDevice() == self.index
+
+
+class Append(_Bound):
+    """New tokens into a cache: `cache_append`, or the first half of an attention call with k and v."""
+
+    def __init__(self, device: Device, values: dict[str, Any], dtype: str, kv_dtype: str, about: str):
+        super().__init__(device)
+        self.tokens = values["tokens"] if values["heads_kv"] else 0
+        if self.tokens:
+            function = device.function(small_instance("append", dtype, kv_dtype), 0)
+            self.launch = Launcher(function, APPEND, values, SMALL_THREADS, about)
+
+    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, k_scale: Any, v_scale: Any,
+                 call: Call | None = None) -> None:
+        if not self.tokens:
+            return
+        if not self.there():
+            with torch.cuda.device(self.index):
+                return self(k, v, k_cache, v_cache, slots, k_scale, v_scale, call)
+        found = (0, 0, 0, 0, 0) if call is None else (
+            _address(call.kv_lens), _address(call.block_table), _address(call.cu_seqlens_q), _address(call.rotary_cos), _address(call.rotary_sin))
+        self.launch((self.tokens, 1), self.stream(), 0, k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _address(slots),
+                    *found[:3], _tensor_address(k_scale), _tensor_address(v_scale), *found[3:])
+
+
+class Merge(_Bound):
+    """`merge_states`."""
+
+    def __init__(self, device: Device, outs: Tensor, lses: Tensor, sinks: Tensor | None, about: str):
+        super().__init__(device)
+        values = merge_values(outs, lses, sinks)
+        self.rows = values["rows"]
+        if self.rows:
+            function = device.function(small_instance("merge", str(outs.dtype)[6:]), 0)
+            self.launch = Launcher(function, MERGE, values, SMALL_THREADS, about)
+
+    def __call__(self, outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self.there():
+            with torch.cuda.device(self.index):
+                return self(outs, lses, sinks)
+        outs, lses = outs.contiguous(), lses.contiguous()
+        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+        lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
+        if self.rows:
+            blocks = -(-self.rows // (SMALL_THREADS // 32))
+            self.launch((blocks, 1), self.stream(), 0, outs.data_ptr(), lses.data_ptr(), _address(sinks), out.data_ptr(), lse.data_ptr())
+        return out, lse
+
+
+class Attention(_Bound):
+    """Attention over dense, varlen or paged keys; with new tokens, they are appended first."""
 
     def __init__(self, device: Device, call: Call, problem: Problem):
-        self.device, self.problem = device, problem
-        self.index = device.index
+        super().__init__(device)
         out = call.out if call.out is not None else self._new_out(call)
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
         shape = decode_shape(problem.dtype, problem.kv_dtype, dim, device.limits)
         bounds = extent(call)
         self.values = attention_values(call, out)
+        self.append = None
+        if call.k_new is not None:
+            values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
+            self.append = Append(device, values, problem.dtype, problem.kv_dtype, str(problem))
         units = max(1, -(-bounds.max_k // shape.unit))
         workers = min(shape.blocks * device.limits.sms, bounds.tiles * units)
         self.empty = workers == 0 or out.numel() == 0
@@ -352,7 +459,6 @@ class Attention:
         self.launch = Launcher(device.function(shape.instance, shape.shared), ATTENTION, self.values, shape.threads, str(problem))
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
         self.out_mask = 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
-        self.lse_shape = call.q.shape[:-1] if call.return_lse else None
         self.lengths = Call._fields.index("kv_lens" if call.block_table is not None else "seqused_k")
 
     @staticmethod
@@ -360,23 +466,23 @@ class Attention:
         return torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device=call.q.device)
 
     def __call__(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.there():
+            with torch.cuda.device(self.index):
+                return self(call)
         out = call.out
         if out is None:
             out = self._new_out(call)
         lse = None
         if call.return_lse:
             lse = torch.empty(call.q.shape[:-1], dtype=torch.float32, device=call.q.device)
-        if self.empty:
-            return out if lse is None else (out, lse)
-        if torch._C._cuda_getDevice() != self.index:
-            with torch.cuda.device(self.index):
-                self._run(call, out, lse)
-        else:
+        if self.append is not None:
+            self.append(call.k_new, call.v_new, call.k, call.v, None, call.k_scale, call.v_scale, call)
+        if not self.empty:
             self._run(call, out, lse)
         return out if lse is None else (out, lse)
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = self.stream()
         partial, counters = self.device.workspaces.get(stream, self.room)
         k, v, o = call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()
         off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
@@ -387,4 +493,5 @@ class Attention:
             _address(call.rotary_sin), partial, counters)
 
 
-__all__ = ["Attention", "Device", "Launcher", "Limits", "Shape", "Workspaces", "attention_values", "decode_shape", "pack"]
+__all__ = ["Append", "Attention", "Device", "Launcher", "Limits", "Merge", "Shape", "Workspaces", "append_values", "attention_values",
+           "decode_shape", "merge_values", "pack"]

@@ -48,6 +48,22 @@ def attention(call, bound):
     return run(call)
 
 
+def cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:
+    run = bound.state.get("run")
+    if run is None:
+        values = native.append_values(k, v, k_cache, v_cache, k_scale, v_scale, slots=slot_mapping)
+        problem = bound.problem
+        run = bound.state["run"] = native.Append(_device(k.device.index), values, problem.dtype, problem.kv_dtype, str(problem))
+    run(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def merge_states(outs, lses, sinks, bound):
+    run = bound.state.get("run")
+    if run is None:
+        run = bound.state["run"] = native.Merge(_device(outs.device.index), outs, lses, sinks, str(bound.problem))
+    return run(outs, lses, sinks)
+
+
 def notes(call, bound) -> tuple[str, ...]:
     problem = bound.problem
     dim = native.head_dim_of(problem.head_dim, problem.head_dim_v)

@@ -92,3 +92,26 @@ def decode(call: Call, *, grid: int, lines: int | None = None, wave: int = 32, w
     run(library, "portattn_simt_decode", native.pack(native.ATTENTION, values), grid, order, seed)
     assert not counters.any(), "counters must be zero after a launch"
     return out, lse
+
+
+def append(k, v, k_cache, v_cache, *, slots=None, call: Call | None = None, k_scale=None, v_scale=None, order: int = FORWARD) -> None:
+    """Runs the append kernel on the caches, in place."""
+    values = native.append_values(k, v, k_cache, v_cache, k_scale, v_scale, call, slots)
+    at = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else 0
+    values |= {"k": at(k), "v": at(v), "k_cache": at(k_cache), "v_cache": at(v_cache), "slots": at(slots), "k_scale": at(k_scale),
+               "v_scale": at(v_scale)}
+    if call is not None:
+        values |= {"lengths": at(call.kv_lens), "block_table": at(call.block_table), "cu_q": at(call.cu_seqlens_q),
+                   "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin)}
+    library = build("append", t=native.TYPES[str(k.dtype)[6:]], c=native.TYPES[str(k_cache.dtype)[6:]])
+    run(library, "portattn_simt_append", native.pack(native.APPEND, values), (values["tokens"], 1), order)
+
+
+def merge(outs, lses, sinks=None):
+    """(out, lse) of the merge kernel."""
+    out, lse = torch.full(outs.shape[1:], float("nan"), dtype=outs.dtype), torch.full(lses.shape[1:], float("nan"))
+    values = native.merge_values(outs, lses, sinks)
+    values |= {"outs": outs.data_ptr(), "lses": lses.data_ptr(), "sinks": 0 if sinks is None else sinks.data_ptr(), "out": out.data_ptr(),
+               "lse": lse.data_ptr()}
+    run(build("merge", t=native.TYPES[str(outs.dtype)[6:]]), "portattn_simt_merge", native.pack(native.MERGE, values), (-(-values["rows"] // 4), 1))
+    return out, lse

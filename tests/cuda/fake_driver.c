@@ -1,0 +1,102 @@
+/* A GPU driver that has no GPU: it checks what portattn/driver.py passes, and fails where it is told to.
+ *
+ * FAKE_FAIL="cuLaunchKernel:2:719" makes the second call of cuLaunchKernel say 719. fake_log() gives one line a call.
+ * Built under two sets of names, CUDA's and HIP's (-DHIP). */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef HIP
+#define NAME(cuda, hip) hip
+#else
+#define NAME(cuda, hip) cuda
+#endif
+
+static char log_[1 << 16];
+static char params_[4096];
+static int calls_[32], depth_;
+static void* stack_[64];
+static unsigned modules_, mode_;
+
+const char* fake_log(void) { return log_; }
+const char* fake_params(void) { return params_; }
+int fake_depth(void) { return depth_; }
+void fake_reset(void) { log_[0] = 0; memset(calls_, 0, sizeof calls_); }
+
+static int note(int which, const char* name, const char* text) {
+  char line[256];
+  snprintf(line, sizeof line, "%s %s\n", name, text);
+  if (strlen(log_) + strlen(line) < sizeof log_) strcat(log_, line);
+  const char* fail = getenv("FAKE_FAIL");
+  ++calls_[which];
+  if (fail && !strncmp(fail, name, strlen(name)) && fail[strlen(name)] == ':') {
+    int nth, code;
+    if (sscanf(fail + strlen(name), ":%d:%d", &nth, &code) == 2 && nth == calls_[which]) return code;
+  }
+  return 0;
+}
+#define NOTE(which, name, ...) char text[200]; snprintf(text, sizeof text, __VA_ARGS__); int code = note(which, name, text); if (code) return code
+
+int NAME(cuInit, hipInit)(unsigned flags) { NOTE(0, "init", "%u", flags); return 0; }
+int NAME(cuDriverGetVersion, hipDriverGetVersion)(int* v) { *v = 13000; return 0; }
+int NAME(cuDeviceGet, hipDeviceGet)(int* device, int ordinal) { NOTE(1, "device", "%d", ordinal); *device = 100 + ordinal; return 0; }
+int NAME(cuDevicePrimaryCtxRetain, hipDevicePrimaryCtxRetain)(void** context, int device) {
+  NOTE(2, "retain", "%d", device);
+  *context = (void*)(uintptr_t)(0x1000 + device);
+  return 0;
+}
+int NAME(cuCtxPushCurrent_v2, hipCtxPushCurrent)(void* context) {
+  NOTE(3, "push", "%p", context);
+  stack_[depth_++] = context;
+  return 0;
+}
+int NAME(cuCtxPopCurrent_v2, hipCtxPopCurrent)(void** context) {
+  if (!depth_) return 201;
+  *context = stack_[--depth_];
+  return 0;
+}
+int NAME(cuThreadExchangeStreamCaptureMode, hipThreadExchangeStreamCaptureMode)(int* mode) {
+  int before = (int)mode_;
+  mode_ = (unsigned)*mode;
+  *mode = before;
+  return 0;
+}
+int NAME(cuModuleLoadData, hipModuleLoadData)(void** module, const void* image) {
+  if (!depth_) return 201;
+  if (mode_ != 2) return 900;
+  NOTE(4, "load", "%.8s", (const char*)image);
+  if (memcmp(image, "KERNEL", 6)) return 209;
+  *module = (void*)(uintptr_t)(0x2000 + ++modules_);
+  return 0;
+}
+int NAME(cuModuleUnload, hipModuleUnload)(void* module) { NOTE(5, "unload", "%p", module); return 0; }
+int NAME(cuModuleGetFunction, hipModuleGetFunction)(void** function, void* module, const char* name) {
+  NOTE(6, "function", "%s", name);
+  if (strncmp(name, "portattn_", 9)) return 500;
+  *function = (void*)((uintptr_t)module + 0x1000);
+  return 0;
+}
+int NAME(cuFuncSetAttribute, hipFuncSetAttribute)(void* function, int attribute, int value) {
+  NOTE(7, "attribute", "%d %d", attribute, value);
+  return function ? 0 : 1;
+}
+int NAME(cuLaunchKernel, hipModuleLaunchKernel)(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                                                unsigned shared, void* stream, void** params, void** extra) {
+  NOTE(8, "launch", "grid %u %u %u block %u %u %u shared %u stream %p", gx, gy, gz, bx, by, bz, shared, stream);
+  if (!f || extra || !params || !params[0] || gz != 1 || by != 1 || bz != 1) return 1;
+  memcpy(params_, params[0], 368);
+  return 0;
+}
+int NAME(cuStreamGetCaptureInfo, hipStreamGetCaptureInfo)(void* stream, int* status, unsigned long long* id) {
+  *status = stream == (void*)7;
+  *id = 42;
+  return 0;
+}
+#ifdef HIP
+const char* hipGetErrorName(int code) { return code == 719 ? "hipErrorLaunchFailure" : "hipErrorOther"; }
+const char* hipGetErrorString(int code) { return code == 719 ? "unspecified launch failure" : "other"; }
+#else
+int cuGetErrorName(int code, const char** text) { *text = code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_OTHER"; return 0; }
+int cuGetErrorString(int code, const char** text) { *text = code == 719 ? "unspecified launch failure" : "other"; return 0; }
+#endif
