@@ -14,6 +14,7 @@ from . import schedule
 from .launch import Interpreted, Launch, Spec, compiled, interpreting
 from .schedule import FORMATS, Config, Machine, Shape
 
+STRIPED = True
 _kernels: dict[tuple[int, Spec], Any] = {}
 _lock = threading.Lock()
 
@@ -160,6 +161,7 @@ class Attention:
         self.tensors = self._optional(call)
         self.variants: dict[tuple[bool, bool, bool], tuple] = {}
         self.append = Append(call) if call.k_new is not None and not self.empty else None
+        self.right_short = self.max_k <= schedule.SHORT_KEYS and not self.invariant
         self.shape = self._shape(call)
         self.ready: tuple | None = None
 
@@ -206,7 +208,7 @@ class Attention:
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
-            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), flip=False, descriptors=False,
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), short=self.right_short, flip=False, descriptors=False,
             wgmma=self.machine.wgmma,
         )  # fmt: skip
 
@@ -247,7 +249,7 @@ class Attention:
                                  kv_bytes=self.max_k * (self.d + self.dv) * shape.kv_dtype.itemsize,
                                  one_part=not uniform and not vector, **sizes)  # fmt: skip
         fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs, grid.group, grid.slots,
-                 grid.budget, grid.fixed_chunk, grid.fixed_splits]  # fmt: skip
+                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors if STRIPED else 1 << 30]  # fmt: skip
         if self.interpreted:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
@@ -260,25 +262,22 @@ class Attention:
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
 
     def _descriptors(self, call: Call, shape: Shape) -> bool:
-        """Whether full tiles of keys go through tensor descriptors: rows of exactly one matrix, whole heads, enough work to hide
-        the cost of Triton's own launcher, which encodes them."""
+        """Whether tiles of keys go through tensor descriptors: unpadded head dims, and enough work to hide the cost of Triton's own
+        launcher, which encodes them."""
         k, v = call.k, call.v
         if not (shape.wgmma and shape.aligned and self.layout != "paged" and k.dtype == v.dtype == call.q.dtype and not shape.ieee):
             return False
         exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
-        matrix = self.layout == "varlen" or all(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in (k, v))
-        tokens = k.shape[0] * (k.shape[1] if self.layout == "dense" else 1)
-        return exact and matrix and tokens > 0 and self.max_k >= 128 and self.batch * self.max_q * self.heads_q >= 32768
+        return exact and k.numel() > 0 and self.batch * self.max_q * self.heads_q >= 32768
 
     def _described(self, call: Call, tile: Config) -> tuple[Any, Any]:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         found = []
         for t in (call.k, call.v):
-            tokens = t.shape[0] * (t.shape[1] if t.dim() == 4 else 1)
-            row, head = t.stride(-3), t.stride(-2)
-            columns = (t.shape[-2] - 1) * head + t.shape[-1]
-            found.append(TensorDescriptor(t, [tokens, columns], [row, 1], [tile.bn, t.shape[-1]]))
+            *batch, tokens, heads, d = t.shape
+            *batch_s, row, head, _ = t.stride()
+            found.append(TensorDescriptor(t, [*batch, tokens, (heads - 1) * head + d], [*batch_s, row, 1], [*(1 for _ in batch), tile.bn, d]))
         return tuple(found)
 
     def _resident(self, kernel: Any, spec: Spec) -> int:

@@ -196,7 +196,7 @@ def masked(s, j, row_lo, row_hi, LEFT: tl.constexpr):
 def step(
     acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, MASKS: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, MASKS: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: S = Q K^T, rules, online softmax, O += P V. MASKS: "never" for tiles that every row sees in full,
     "always", or "edges": scores are masked if `edge` is true."""
@@ -204,7 +204,9 @@ def step(
     v_dims = tl.arange(0, BDV)
     j = n + cols
     inside = (j >= lo) & (j < hi)
-    if k_desc is not None and MASKS == "never":
+    if k_desc is not None and DENSE:  # rows past the end read as zero
+        k = tl.reshape(k_desc.load([k_first, n, k_col]), (cols.shape[0], BD))
+    elif k_desc is not None and MASKS == "never":
         k = k_desc.load([k_first + n, k_col])
     else:
         k = widened(load_rows(k_row, inside, dims, D, BD > D, MASKS), FORMAT, q.dtype)
@@ -247,7 +249,9 @@ def step(
     if V_IN_K:
         v = k
     else:
-        if v_desc is not None and MASKS == "never":
+        if v_desc is not None and DENSE:
+            v = tl.reshape(v_desc.load([k_first, n, v_col]), (cols.shape[0], BDV))
+        elif v_desc is not None and MASKS == "never":
             v = v_desc.load([k_first + n, v_col])
         else:
             v = widened(load_rows(v_row, inside, v_dims, DV, BDV > DV, MASKS), FORMAT, q.dtype)
@@ -262,8 +266,8 @@ def walk(
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
     BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr,
-    FLIP: tl.constexpr,
+    FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr,
+    FLIP: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Rows row0 .. row0 + BM of one kv head over keys lo .. hi. Pointers stand at the sequence (bias: at its batch entry),
     k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the maximum in units of log 2."""
@@ -325,7 +329,7 @@ def walk(
     end = tl.maximum(hi, start)
     full_start = tl.cdiv(full_lo, BN) * BN  # tiles in full_start .. full_end need no mask
     full_end = full_hi // BN * BN
-    if TWO_LOOPS:
+    if LOOPS == "two":
         if full_end <= full_start:
             full_start = start
             full_end = start
@@ -337,10 +341,11 @@ def walk(
     else:
         den = tl.zeros([BM], tl.float32)
 
-    # Where matrix instructions are asynchronous (wgmma), a branch between them makes the assembler run them one by one: there,
-    # full tiles have a loop of their own. Elsewhere one loop with a branch is smaller and never drains its pipeline of loads.
+    # LOOPS "edges": one loop, and a branch around the masks. Where matrix instructions are asynchronous (wgmma), a branch between
+    # them makes the assembler run them one by one; there, "two": full tiles have a loop of their own; or "always": one loop that
+    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more.
     pages = cols
-    if TWO_LOOPS:
+    if LOOPS == "two":
         first_n, last_n = full_start, full_end
     else:
         first_n, last_n = start, end
@@ -354,8 +359,8 @@ def walk(
         edge = (n < full_start) | (n >= full_end)
         acc, den, top = step(
             acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
-            D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if TWO_LOOPS else "edges")  # fmt: skip
-    if TWO_LOOPS:
+            D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if LOOPS == "two" else LOOPS, DENSE)  # fmt: skip
+    if LOOPS == "two":
         before = (full_start - start) // BN
         tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
         for t in tl.range(0, tiles):
@@ -368,7 +373,7 @@ def walk(
             v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
             acc, den, top = step(
                 acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
-                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always")  # fmt: skip
+                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)  # fmt: skip
 
     if DEFER:
         den = tl.sum(den, 1)
@@ -414,12 +419,12 @@ def program(
     q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
-    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits,
+    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits, stripe,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr, SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
-    IEEE: tl.constexpr, DEFER: tl.constexpr, TWO_LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One tile program or one split program. Of ragged sequences, tile programs skip those of SKIP_TO rows or fewer, and
     split programs take those of TAKE_TO rows or fewer (0: all)."""
@@ -581,7 +586,7 @@ def program(
             else:
                 k = k + wide * k_b
                 v = v + wide * v_b
-                k_row_first = b * len_k
+                k_row_first = b  # descriptors of dense keys have a batch axis
             if BIAS != "none":
                 bias = bias + wide * bias_b
             if alibi is not None:
@@ -596,7 +601,7 @@ def program(
                 q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap * LOG2E, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
                 G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
-                FORMAT, V_IN_K, IEEE, DEFER, TWO_LOOPS, FLIP)  # fmt: skip
+                FORMAT, V_IN_K, IEEE, DEFER, LOOPS, FLIP, not PAGED and cu_k is None)  # fmt: skip
 
             if SPLIT:
                 if splits > 1:
@@ -648,39 +653,50 @@ def attend(
     q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
-    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits,
+    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits, stripe,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr, SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
-    V_IN_K: tl.constexpr, IEEE: tl.constexpr, WGMMA: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """MODE "tiles", "splits", or "both": programs below `programs` are tile programs, the rest split programs. The arguments up
+    """MODE "tiles", "splits", or "both": `programs` tile programs, the rest split programs. The arguments up
     to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
 
     q_b, q_s, q_h ...: strides of batch entry (page), row and head. k_scale and v_scale have strides (batch, head)."""
     pid = tl.program_id(0)
+    is_tile = MODE == "tiles"
+    if MODE == "both":
+        # Alternate between the two kinds, one program a multiprocessor at a time: decode streams keys while tiles compute.
+        pairs = tl.minimum(programs, tl.num_programs(0) - programs) // stripe * stripe
+        turn = pid // stripe
+        if pid < 2 * pairs:
+            is_tile = turn % 2 == 0
+            pid = turn // 2 * stripe + pid % stripe
+        else:
+            is_tile = pid - pairs < programs
+            pid = tl.where(is_tile, pid - pairs, pid - programs)
     if MODE != "splits":
-        if MODE == "tiles" or pid < programs:
+        if is_tile:
             program(
                 pid,
                 q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-                fixed_splits, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, WGMMA and BM >= 64, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                fixed_splits, stripe, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS if BM >= 64 else "edges", FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
     if MODE != "tiles":
-        if MODE == "splits" or pid >= programs:
+        if not is_tile:
             program(
-                pid - programs,
+                pid,
                 q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-                fixed_splits, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
+                fixed_splits, stripe, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
                 SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
-                WGMMA and SPLIT_BM >= 64, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                LOOPS if SPLIT_BM >= 64 else "edges", FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
 
 
 # ---- the small ones

@@ -19,6 +19,7 @@ from .launch import POINTER, Spec
 SPLIT_ROWS = 64  # calls with at most this many packed rows a sequence run as split programs
 INVARIANT_KEYS = 1024  # batch_invariant: keys a part, whatever the batch
 FULL_WAVES = 4  # parts per resident program where there is work for many: the last wave is then short
+SHORT_KEYS = 1024  # up to here, one loop that masks every tile beats two loops where matrix instructions are asynchronous
 MAX_SEARCH = 1024  # sequences that a program searches at once for its item; larger batches are not split
 
 FORMATS = {
@@ -146,6 +147,7 @@ class Shape(NamedTuple):
     v_in_k: bool
     wide: bool
     ieee: bool
+    short: bool  # few keys: one loop that masks every tile
     flip: bool  # the scale may be negative
     descriptors: bool  # keys of full tiles through tensor descriptors (TMA)
     wgmma: bool  # asynchronous matrix instructions: sm_90 and the sm_100 family
@@ -156,7 +158,7 @@ POINTERS = ("q", "k", "v", "k_desc", "v_desc", "out", "lse", "table", "kv_lens",
 NUMBERS = (("scale", "fp32"), ("softcap", "fp32"), ("v_factor", "fp32"), ("window_left", "i32"), ("window_right", "i32"))
 STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b", "o_s", "o_h", "table_b", "bias_b", "bias_h", "bias_q",
            "bias_k", "alibi_b", "ks_b", "ks_h", "vs_b", "vs_h", "cos_s")  # fmt: skip
-SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk", "fixed_splits")
+SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk", "fixed_splits", "stripe")
 
 
 def _bias_kind(dtype: torch.dtype | None) -> str:
@@ -193,17 +195,19 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
     bd, bd2 = head_blocks(s.d)
     bdv = pow2(s.dv, 16)
     v_in_k = s.v_in_k and bdv == bd
+    loops = "edges" if not s.wgmma or s.ieee else "always" if s.short else "two"
     constants = {
         "MODE": mode, "BM": tile.bm, "BN": tile.bn, "SPLIT_BM": split.bm, "SPLIT_BN": split.bn, "BB": search if vector else 0,
         "SEARCH": search, "G": s.group, "D": s.d, "DV": s.dv, "BD": bd, "BD2": bd2, "BDV": bdv, "PAGED": s.layout == "paged",
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
-        "V_IN_K": v_in_k, "IEEE": s.ieee, "WGMMA": s.wgmma and not s.ieee, "FLIP": s.flip, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+        "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops, "FLIP": s.flip, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
     }  # fmt: skip
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
-        types |= {"k_desc": f"tensordesc<{kind}[{tile.bn}, {bd}]>", "v_desc": f"tensordesc<{kind}[{tile.bn}, {bdv}]>"}
+        batch = "1, " if s.layout == "dense" else ""
+        types |= {"k_desc": f"tensordesc<{kind}[{batch}{tile.bn}, {bd}]>", "v_desc": f"tensordesc<{kind}[{batch}{tile.bn}, {bdv}]>"}
     runtime = [(name, types[name]) for name in POINTERS if types[name]]
     constants |= {name: None for name in POINTERS if not types[name]}
     runtime += [*NUMBERS, *((name, "i64") for name in STRIDES), *((name, "i32") for name in SIZES)]
