@@ -80,7 +80,9 @@ def _fused_dense(call: Call, plain: bool) -> bool:
     (batch, sq, hq, _), sk = call.q.shape, call.k.shape[1]
     if not plain or 0 in (batch, sq, sk, hq) or not _square(call, sq, sk):
         return False
-    return holes.kind(call.q.device) != "cpu" or not call.return_lse and sk >= holes.least_keys() and batch * hq * sq * sk <= fused.cpu_scores(call.q.dtype)
+    if holes.kind(call.q.device) != "cpu":
+        return call.softmax_scale > 0
+    return not call.return_lse and sk >= holes.least_keys() and batch * hq * sq * sk <= fused.cpu_scores(call.q.dtype)
 
 
 def _square(call: Call, sq: int, sk: int) -> bool:
@@ -110,6 +112,8 @@ def _dense_fused(call: Call, bound, host: bool):
     causal = call.q.shape[1] > 1 and (call.causal or call.window_right == 0)
     if host:
         out, lse = fused.small(call.q, call.k, call.v, call.softmax_scale, causal), None
+    elif not all(map(fused.aligned, (call.q, call.k, call.v))):
+        return _dense(call, bound, host)
     else:
         out, lse = fused.dense(call.q, call.k, call.v, call.softmax_scale, causal)
     out = call.out.copy_(out) if call.out is not None else out.contiguous()

@@ -37,6 +37,11 @@ def declined(device: str, arch: str, dtype: torch.dtype, dim: int, dim_v: int, p
     return "" if dim % 8 == 0 and dim <= 256 else "head_dim not a multiple of 8 up to 256"
 
 
+def aligned(x: Tensor) -> bool:
+    """Whether a GPU's flash kernel may read x: its address and the strides of its axes are multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(n == 1 or s * x.element_size() % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()))
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, D) and lse (B, Sq, Hq) of (B, S, H, D) tensors on a GPU, neither length 0; `causal` only if Sq == Sk."""
     out, lse = _cuda_flash(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, False, scale=scale)[:2]
@@ -76,4 +81,4 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None,
     return out.reshape(nb, hq, dim), lse.reshape(nb, hq)
 
 
-__all__ = ["CPU_SCORES", "cpu_scores", "declined", "decode", "dense", "flash", "small"]
+__all__ = ["CPU_SCORES", "aligned", "cpu_scores", "declined", "decode", "dense", "flash", "small"]

@@ -72,6 +72,10 @@ HOLES = (
     Hole("cuda-int32-mask", "cuda", (2, 4), ALWAYS, "masks with more than 2**31 elements are read at wrong offsets", "no mask is passed to SDPA"),
     Hole("cuda-top-left", "cuda", (2, 4), ALWAYS, "SDPA's is_causal is top-left", "is_causal only if Sq == Sk"),
     Hole("cuda-empty-lse", "cuda", (2, 4), ALWAYS, "flash gives lse +inf for rows without keys", "no row without keys reaches it"),
+    Hole("cuda-negative-scale", "cuda", (2, 4), ALWAYS, "flash takes the maximum before it scales: NaN for a negative scale (seen in 2.11 on sm_90)",
+         "flash only for a positive scale"),
+    Hole("cuda-misaligned", "cuda", (2, 4), ALWAYS, "flash reads 16 bytes at a time: other strides or addresses are a misaligned access (seen in 2.11)",
+         "flash only for addresses and strides of whole 16 bytes, looked at in each call"),
     Hole("hip-experimental", "hip", (2, 4), ALWAYS, "flash on RDNA is experimental: small causal shapes crash", "flash only on gfx90a, gfx942, gfx950"),
 )
 

@@ -9,6 +9,7 @@ import torch
 
 import portattn
 from conftest import check, randn, sdpa
+from portattn.problem import Call
 
 holes, fused, tiled, arith = sdpa.holes, sdpa.fused, sdpa.tiled, sdpa.arith
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -78,6 +79,20 @@ def test_fused_serves_only_what_it_takes(monkeypatch, device, arch, dtype, dims,
 def test_gpus_get_the_flash_operator_by_name():  # cudnn-gqa-sm100, cuda-math, cuda-int32-mask
     assert "scaled_dot_product_attention(" not in inspect.getsource(fused.dense)
     assert "mask" not in inspect.getsource(fused.dense).split('"""')[2]
+
+
+@pytest.mark.parametrize("scale, served", [(0.1, True), (-0.1, False), (0.0, False)])
+def test_flash_on_gpus_is_for_positive_scales(pretend, scale, served):  # cuda-negative-scale
+    pretend("cuda")
+    x = randn(1, 5, 2, 16, dtype=BF16)
+    assert sdpa._fused_dense(Call(x, x, x, scale), True) == served
+
+
+def test_flash_on_gpus_is_for_aligned_tensors():  # cuda-misaligned
+    wide = torch.zeros(2, 5, 3, 68, dtype=BF16)  # rows of 136 bytes
+    assert fused.aligned(torch.zeros(2, 5, 3, 64, dtype=BF16)) and fused.aligned(torch.zeros(1, 1, 1, 64, dtype=BF16).expand(2, 5, 3, 64))
+    assert not fused.aligned(wide[..., :64]) and fused.aligned(wide[:1, :1, :1, :64])
+    assert not fused.aligned(torch.zeros(65, dtype=BF16)[1:].view(1, 1, 1, 64))
 
 
 @pytest.mark.parametrize("sq, sk", [(1, 9), (4, 9), (9, 4), (9, 9)])
