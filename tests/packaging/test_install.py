@@ -24,9 +24,13 @@ print(pathlib.Path(portattn.__file__).parent, folder, sep="\\n")
 """
 
 
-def python(*arguments, cwd, path=()):
-    """Runs this Python away from the checkout, with `path` in front of its own packages."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+def python(*arguments, cwd, path=None):
+    """Runs this Python away from the checkout; with path, these folders come before its packages and no .pth file is
+    followed, so that an editable install in the environment that runs the tests cannot stand in for what is tested."""
+    env = {**os.environ, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    if path is not None:
+        arguments = ("-S", *arguments)
+        env["PYTHONPATH"] = os.pathsep.join([*map(str, path), *(p for p in sys.path if p.endswith("-packages"))])
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -143,7 +147,7 @@ def test_editable_install_finds_backends_added_later(source, tmp_path):
     (late / "__init__.py").write_text("found = True\n")
     code = f"import site; site.addsitedir({str(site)!r})\n" + PROBE + "import portattn.backends.late as late; assert late.found"
     try:
-        package, backends = python("-c", code, cwd=tmp_path).split()
+        package, backends = python("-c", code, cwd=tmp_path, path=[site]).split()
     finally:
         (late / "__init__.py").unlink()
         late.rmdir()

@@ -82,6 +82,7 @@ def test_a_full_disk_is_found_before_anything_is_installed(dev, monkeypatch):
 def test_a_folder_that_is_no_environment_is_left_alone(dev, monkeypatch, tmp_path):
     (tmp_path / "precious").write_text("mine")
     monkeypatch.setattr(dev, "VENV", str(tmp_path))
+    monkeypatch.setattr(dev, "STAMP", str(tmp_path / "portattn-setup"))
     with pytest.raises(dev.Unmet, match="is in the way"):
         dev.create_venv()
     assert (tmp_path / "precious").read_text() == "mine"
