@@ -219,11 +219,14 @@ class Attention:
         bd, bd2 = schedule.head_blocks(self.d)
         padded = max(bd + bd2, schedule.pow2(self.dv, 16))
         padded = padded if padded <= 256 else 512
-        tile = schedule.config_for(self.machine.arch, "tiles", padded, is32)
-        base = schedule.config_for(self.machine.arch, "splits", padded, is32)
         sizes = dict(batch=self.batch, heads_kv=self.heads_kv, group=self.group, max_q=self.max_q, max_k=self.max_k, total_q=self.total_q)
-        mode = schedule.pick_mode(tile, self.machine, layout=self.layout, head_dim=max(self.d, self.dv), invariant=self.invariant, **sizes)
+        mode = schedule.pick_mode(self.machine.multiprocessors, layout=self.layout, head_dim=max(self.d, self.dv), invariant=self.invariant,
+                                  **sizes)  # fmt: skip
         shape = shape._replace(descriptors=mode == "tiles" and self._descriptors(call, shape))
+        # Chunks of about one length are tiles with some splits; a batch of mostly decodes wants both kinds side by side.
+        chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
+        kind = "tiles" if shape.descriptors else "mixed" if mode == "both" and not chunks else "gather"
+        tile, base = schedule.configs_for(self.machine.arch, kind, padded, is32)
         rows = self.max_q * self.group
         uniform = self.layout == "dense"
         vector = not uniform and self.batch <= schedule.MAX_SEARCH

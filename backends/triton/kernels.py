@@ -363,7 +363,7 @@ def walk(
     if LOOPS == "two":
         before = (full_start - start) // BN
         tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
-        for t in tl.range(0, tiles):
+        for t in tl.range(0, tiles, num_stages=2):  # few; more stages would only take shared memory
             n = start + t * BN
             if t >= before:
                 n = full_end + (t - before) * BN

@@ -88,15 +88,18 @@ def tables() -> tuple[dict, ...]:
 
 
 @functools.lru_cache(maxsize=None)
-def config_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> Config:
-    """The tuned configuration of "tiles" or "splits" (bm 0) for the padded head dim."""
+def configs_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> tuple[Config, Config]:
+    """(tile, split) of the first table that names the architecture; kind "tiles", "gather" or "mixed", head_dim padded. A table
+    without gather or mixed means its tiles and splits. The split has bm 0: it follows from the rows."""
     size = next((c for c in (64, 128, 256) if head_dim <= c), 512)
-    key = kind + ("32" if is_float32 else "")
+    end = "32" if is_float32 else ""
     for table in tables():
-        if any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]) and size in table.get(key, {}):
-            found = table[key][size]
-            return Config(*found) if kind == "tiles" else Config(0, *found)
-    raise AssertionError(f"tuning.yaml has no {key} for {arch}")
+        if any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]):
+            tiles, splits = table["tiles" + end][size], table["splits" + end][size]
+            found = table.get(kind + end, {}).get(size, tiles)
+            split = [found[4], *found[2:4]] if len(found) == 5 else splits
+            return Config(*found[:4]), Config(0, *split)
+    raise AssertionError(f"tuning.yaml has no table for {arch}")
 
 
 def pow2(n: int, least: int = 1) -> int:
@@ -267,8 +270,8 @@ def grid_for(mode: str, tile: Config, split: Config, *, batch: int, heads_kv: in
     return Grid(programs, programs + items, strip, slots, max(1, budget), chunk, parts)
 
 
-def pick_mode(tile: Config, machine: Machine, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None,
-              layout: str, head_dim: int, invariant: bool) -> str:  # fmt: skip
+def pick_mode(multiprocessors: int, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None, layout: str,
+              head_dim: int, invariant: bool) -> str:  # fmt: skip
     """"tiles", "splits" or "both". With batch_invariant it must not depend on the batch or on bounds."""
     rows = max_q * group
     if head_dim > 256:
@@ -277,9 +280,9 @@ def pick_mode(tile: Config, machine: Machine, *, batch: int, heads_kv: int, grou
         return "both" if layout != "dense" else "splits" if rows <= SPLIT_ROWS else "tiles"
     if rows <= SPLIT_ROWS:
         return "splits"
-    blocks = batch * -(-rows // tile.bm) if total_q is None else total_q * group // tile.bm + batch
-    if blocks * heads_kv * 2 <= machine.multiprocessors and max_k >= 2048:
-        return "splits"
+    blocks = batch * -(-rows // 128) if total_q is None else total_q * group // 128 + batch
+    if blocks * heads_kv * 2 <= multiprocessors and max_k >= 2048:
+        return "splits"  # too few tiles to fill the device
     return "both" if total_q is not None and max_q != max_k else "tiles"
 
 
