@@ -245,7 +245,7 @@ def _paged(call: Call, bound, host: bool):
     flat_out, flat_lse = _flat(out, q.shape[0]), lse.view(-1, lead[-1]) if lse is not None else None
     if host:
         spans = call.cu_seqlens_q.tolist() if ragged else range(0, lead[0] * lead[1] + 1, lead[1])
-        fast = bound.state["fused"] and call.k.dtype == q.dtype
+        fast = bound.state["fused"] and call.k.dtype == q.dtype and (q.dtype == torch.float32 or call.k_scale is None and call.v_scale is None)
         paged.attend_host(q, spans, call.kv_lens.tolist(), call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
     else:
         k_lens = call.kv_lens.to(torch.int64).clamp(min=0)

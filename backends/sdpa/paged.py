@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import append, fused, holes, small, tiled
+from . import append, arith, fused, holes, small, tiled
 from .merging import merge_states
 from .tiled import Rules
 
-FEW_ROWS = 64  # query rows (tokens x group) below which a sequence is a decode: its keys are gathered in chunks
 BIG_PAGE = 512  # tokens; larger pages are copied as far as they are in use, not gathered whole
 KEPT_BYTES = 1 << 25  # of one gather buffer
 FRESH = 1 << 14  # elements; memory so small comes without page faults, and a kept buffer costs more
@@ -114,13 +113,14 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
     (_, hq, dim), heads, dim_v = q.shape, cache.shape[2], call.v.shape[3]
     group, slopes = hq // heads, rules.slopes
     chunk = chunk_tokens()
-    few = max(1, FEW_ROWS // group)
+    few = max(1, tiled.FEW_ROWS // group)
     left, bare = rules.left, rules._replace(sinks=None, slopes=None)
-    b, batch = 0, len(lens)
+    b, batch, work = 0, len(lens), arith.work_dtype(q.device, q.dtype)
     while b < batch:
         lo, rows, n = starts[b], starts[b + 1] - starts[b], max(lens[b], 0)
         nb = 1
-        if rows == 1 and not state_alone and n <= chunk:  # neighbours of the same length share a call
+        # Neighbours of the same length share a call.
+        if rows == 1 and fast and not state_alone and n <= chunk and (slopes is None or slopes.dim() == 1):
             most = min(chunk // max(n, 1), batch - b)
             while nb < most and starts[b + nb + 1] - starts[b + nb] == 1 and lens[b + nb] == lens[b]:
                 nb += 1
@@ -134,8 +134,7 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
         else:
             mine = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + nb]
             chunked = rows <= few
-            # The operator takes a mask of q's dtype only, at some sizes: too coarse for distances in 16 bits.
-            direct = fast and rows == 1 and (mine is None or q.dtype == torch.float32 and (mine.dim() == 1 or nb == 1))
+            direct = fast and rows == 1
             step = chunk if chunked else n - first
             states = []
             q_part = q[span].view(nb, rows, hq, dim)
@@ -143,9 +142,12 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
                 q_part = q_part.clone()  # alignment changes how matmuls sum
             for c0 in range(first, n, step):
                 c1 = min(c0 + step, n)
+                fuse = direct and c1 - c0 >= holes.least_keys()
                 k, v = (rescaled(gather(c, table[b : b + nb], c0, c1, name), scale, b, nb, q.dtype)
                         for c, name, scale in ((call.k, "k", call.k_scale), (call.v, "v", call.v_scale)))
-                if direct and c1 - c0 >= holes.least_keys():
+                if not fuse and chunked and k.dtype != work:
+                    k, v = (buffer(name, x.numel(), work).view(x.shape).copy_(x) for name, x in (("k in work", k), ("v in work", v)))
+                if fuse:
                     one = mine if mine is None or mine.dim() == 1 else mine[0]
                     states.append(fused.decode(q_part[:, 0], k, v, rules.scale, one, n - 1 - c0))
                     continue

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import arith, holes
 
 INF = float("inf")
+FEW_ROWS = 64  # query tokens x group; so few do not pay for a copy of K and V
 
 
 class Rules(NamedTuple):
@@ -238,6 +239,13 @@ class Tile:
         return torch.cat([part, column], -1).view(whole.shape[0], whole.shape[1], -1)
 
 
+def heads_of(x: Tensor, work: torch.dtype, few: bool) -> Tensor:
+    """x (nb, n, nh, D) as (nb * nh, n, D) in the working dtype: a copy, but for `few` rows a view where one will do."""
+    if few and x.shape[0] == 1 and x.dtype == work:
+        return x[0].transpose(0, 1)
+    return copy_heads(x, work)
+
+
 def copy_heads(x: Tensor, work: torch.dtype) -> Tensor:
     """x (nb, n, nh, D) as contiguous (nb * nh, n, D) in the working dtype."""
     nb, n, nh, dim = x.shape
@@ -273,6 +281,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tens
     work = arith.work_dtype(q.device, q.dtype)
     tile = Tile(q, rules, work, c.batch * c.heads * group * step * (c.keys + (sinks is not None)), c.batch * c.heads * group * step * dim,
                 portable)
+    few = not portable and (last - first) * group <= FEW_ROWS and not alone  # a view's alignment changes how matmuls sum
     q5, out5 = q.unflatten(2, (heads, group)), out.unflatten(2, (heads, group))
     lse5 = lse.unflatten(2, (heads, group)) if lse is not None else None
     sinks2 = sinks.unflatten(0, (heads, group)) if sinks is not None else None
@@ -285,7 +294,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tens
         for h0 in range(0, heads, c.heads):
             h = slice(h0, min(h0 + c.heads, heads))
             nb, nh = b.stop - b0, h.stop - h0
-            kh, vh = (copy_heads(x[b, ka:kb, h], work) for x in (k, v))
+            kh, vh = (heads_of(x[b, ka:kb, h], work, few) for x in (k, v))
             for lo in range(first, last, step):
                 hi = min(lo + step, last)
                 k0, k1 = visible_keys(lo, hi, offset, sk, left, right)

@@ -175,3 +175,19 @@ def test_global_precision_flags_change_nothing():
     finally:
         torch.set_float32_matmul_precision("highest")
     assert not arith.reduced("cpu") and not arith.reduced("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, dict(sinks=True), dict(alibi=True), dict(softcap=3.0), dict(window_size=(700, 0)), dict(k_scale=0.5, v_scale=torch.tensor([2.0, 0.25])),
+], ids=lambda o: next(iter(o), "plain"))
+def test_long_decodes_in_chunks(monkeypatch, dtype, options):
+    monkeypatch.setattr(sdpa.paged, "chunk_tokens", lambda: 256)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = randn(4)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = torch.rand(3, 4) / 50
+    cache, table = [randn(60, 16, 2, 32, dtype=dtype, seed=s) for s in range(2)], torch.randperm(60).view(3, 20)
+    lens = torch.tensor([300, 257, 5])  # 257 leaves one key to the last chunk
+    check("attention_paged", randn(3, 1, 4, 32, dtype=dtype), *cache, table, lens, causal=True, **options)
