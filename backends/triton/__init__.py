@@ -67,11 +67,7 @@ def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
 
         run = bound.state["triton"] = Append(None, (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale))
     more = [slot_mapping, *(s for s in (k_scale, v_scale) if isinstance(s, Tensor))]
-    if run.interpreted:
-        run.run(0, (k, v, k_cache, v_cache), more, k_scale, v_scale)
-    else:
-        with torch.cuda.device(run.index):
-            run.run(torch._C._cuda_getCurrentRawStream(run.index), (k, v, k_cache, v_cache), more, k_scale, v_scale)
+    run.here((k, v, k_cache, v_cache), more, k_scale, v_scale)
 
 
 def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound: Any) -> tuple[Tensor, Tensor]:

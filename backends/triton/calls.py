@@ -14,7 +14,10 @@ from . import schedule
 from .launch import Interpreted, Launch, Spec, compiled, interpreting
 from .schedule import FORMATS, Config, Machine, Shape
 
-STRIPED = True
+_WIDEST = 1 << 30
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 _kernels: dict[tuple[int, Spec], Any] = {}
 _lock = threading.Lock()
 
@@ -73,7 +76,7 @@ class Workspace:
         """(partial results, counters, and their addresses) for a call on this stream."""
         found = self.streams.get(stream)
         if found is None or found[0].numel() < floats or found[1].numel() < counters:
-            with self.lock, torch.inference_mode():
+            with self.lock, torch.inference_mode(), torch.cuda.device(self.device):
                 if self.arena is None and self.device.type == "cuda":
                     self.arena = torch.zeros(self.ARENA, dtype=torch.int32, device=self.device)
                     torch.cuda.current_stream(self.device).synchronize()  # once a device: any stream may use it from now on
@@ -159,11 +162,11 @@ class Attention:
         self.num_splits, self.invariant = call.num_splits, call.batch_invariant
         self.fixed = self._fixed_strides(call)
         self.tensors = self._optional(call)
+        self.float_scales = any(s is not None and not isinstance(s, Tensor) for s in (call.k_scale, call.v_scale))
+        self.space = workspace(q.device)
         self.variants: dict[tuple[bool, bool, bool], tuple] = {}
         self.append = Append(call) if call.k_new is not None and not self.empty else None
-        self.right_short = self.max_k <= schedule.SHORT_KEYS and not self.invariant
         self.shape = self._shape(call)
-        self.ready: tuple | None = None
 
     # ---- worked out once
 
@@ -208,7 +211,7 @@ class Attention:
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
-            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), short=self.right_short, flip=False, descriptors=False,
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), short=self.max_k <= schedule.SHORT_KEYS and not self.invariant, flip=False, descriptors=False,
             wgmma=self.machine.wgmma,
         )  # fmt: skip
 
@@ -252,7 +255,7 @@ class Attention:
                                  kv_bytes=self.max_k * (self.d + self.dv) * shape.kv_dtype.itemsize,
                                  one_part=not uniform and not vector, **sizes)  # fmt: skip
         fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs, grid.group, grid.slots,
-                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors if STRIPED else 1 << 30]  # fmt: skip
+                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors]  # fmt: skip
         if self.interpreted:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
@@ -310,28 +313,32 @@ class Attention:
 
     def _numbers(self, call: Call) -> tuple[float, float, float, int, int]:
         scale, v_factor = call.softmax_scale, 1.0
-        if call.k_scale is not None and not isinstance(call.k_scale, Tensor):
-            scale = scale * call.k_scale
-        if call.v_scale is not None and not isinstance(call.v_scale, Tensor):
-            v_factor = call.v_scale
-        # Windows wider than any sequence are cut, so that position + window stays an int32.
-        return scale, call.softcap, v_factor, min(call.window_left, 1 << 30), min(call.window_right, 1 << 30)
+        left, right = call.window_left, call.window_right
+        if self.float_scales:
+            if call.k_scale is not None and not isinstance(call.k_scale, Tensor):
+                scale = scale * call.k_scale
+            if call.v_scale is not None and not isinstance(call.v_scale, Tensor):
+                v_factor = call.v_scale
+        if left > _WIDEST or right > _WIDEST:  # so that position + window stays an int32
+            left, right = min(left, _WIDEST), min(right, _WIDEST)
+        return scale, call.softcap, v_factor, left, right
 
     def _launch(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
-        if torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
+        index = self.index
+        if _current_device() != index:
+            with torch.cuda.device(index):
                 return self._launch(call, out, lse)
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = _current_stream(index)
         if self.append is not None:
             self.append(call, stream)
         numbers = self._numbers(call)
-        pq, pk, pv, po = call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()
+        pointers = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()]
+        pq, pk, pv, po = pointers
         variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k, numbers[0] < 0)
         ready = self.variants.get(variant)
         if ready is None:
             ready = self.variants[variant] = self._prepare(call, *variant)
         launch, floats, stats, counters = ready
-        pointers = [pq, pk, pv, po]
         if launch.tile is not None:
             pointers[3:3] = self._described(call, launch.tile)
         if lse is not None:
@@ -344,11 +351,8 @@ class Attention:
                 kept = (kept, t)  # alive until the launch is enqueued; the allocator is ordered by stream after that
             pointers.append(t.data_ptr())
         if floats:
-            space = workspace(self.device)
-            if torch._C._cuda_isCurrentStreamCapturing():
-                held = space.captured(floats + stats, counters)
-            else:
-                held = space.eager(stream, floats + stats, counters)
+            space = self.space
+            held = space.captured(floats + stats, counters) if _capturing() else space.eager(stream, floats + stats, counters)
             pointers += (held[2], held[2] + 4 * floats, held[3])
         launch(stream, *pointers, *numbers)
 
@@ -413,8 +417,16 @@ class Append:
     def __call__(self, call: Call, stream: int) -> None:
         self.run(stream, (call.k_new, call.v_new, call.k, call.v), [getattr(call, name) for name in self.names], call.k_scale, call.v_scale)
 
+    def here(self, tensors: tuple, more: list, k_scale: Any, v_scale: Any) -> None:
+        """Launches on the current stream of the tensors' device."""
+        if self.interpreted:
+            self.run(0, tensors, more, k_scale, v_scale)
+        else:
+            with torch.cuda.device(self.index):
+                self.run(_current_stream(self.index), tensors, more, k_scale, v_scale)
+
     def run(self, stream: int, tensors: tuple, more: list, k_scale: Any, v_scale: Any) -> None:
-        """Launches; tensors k_new, v_new, k, v, then the optional ones in the kernel's order."""
+        """Launches on a stream; tensors k_new, v_new, k, v, then the optional ones in the kernel's order."""
         if self.launch is None:
             return
         divisors = [float(s) if s is not None and not isinstance(s, Tensor) else 1.0 for s in (k_scale, v_scale)]
@@ -456,5 +468,5 @@ class Merge:
                 self.launch(0, *tensors)
             else:
                 with torch.cuda.device(self.index):
-                    self.launch(torch._C._cuda_getCurrentRawStream(self.index), *(t.data_ptr() for t in tensors))
+                    self.launch(_current_stream(self.index), *(t.data_ptr() for t in tensors))
         return out, lse

@@ -115,15 +115,19 @@ class Launch:
         self.function = ctypes.c_void_p(kernel.function)
         self.shape = (u(grid), one, one, u(threads), one, one, u(meta.shared))
         self.launch = self.driver.launch
+        self.streams: dict[int, Any] = {}
 
     def __call__(self, stream: int, *changing: float) -> None:
         """Launches on a raw stream handle; pointers are ints."""
         if self.driver is None:
             self._through_triton(changing)
             return
-        with self.lock:
+        handle = self.streams.get(stream)
+        if handle is None:
+            handle = self.streams[stream] = ctypes.c_void_p(stream)
+        with self.lock:  # one buffer: packed and read by the driver before another thread packs it
             self.pack(self.buffer, 0, *changing)
-            error = self.launch(self.function, *self.shape, ctypes.c_void_p(stream), self.pointers, None)
+            error = self.launch(self.function, *self.shape, handle, self.pointers, None)
         if error:
             self._failed(error, stream, changing)
 

@@ -1,0 +1,131 @@
+"""Every kernel compiled ahead of time for every family of hardware, with no GPU: matrix instructions, no spills, shared memory.
+
+A representative set by default; PORTATTN_TRITON_FULL=1 compiles the whole cross of architectures and variants."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from portattn.backends.triton import schedule  # noqa: E402
+from portattn.backends.triton.launch import compiled, interpreting  # noqa: E402
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(interpreting(), reason="TRITON_INTERPRET=1: nothing is compiled"),
+]
+FULL = bool(os.environ.get("PORTATTN_TRITON_FULL"))
+KIB = 1024
+SHARED = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx950": 160}  # KiB a program may use; others 64
+MATRIX = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "sm_120": "mma.sync",
+          "gfx90a": "v_mfma_", "gfx942": "v_mfma_", "gfx950": "v_mfma_", "gfx1100": "v_wmma_", "gfx1151": "v_wmma_", "gfx1201": "v_wmma_"}  # fmt: skip
+
+BASE = dict(
+    dtype=torch.bfloat16, kv_dtype=torch.bfloat16, out_dtype=torch.bfloat16, native_fp8=False, group=4, d=128, dv=128, layout="dense",
+    page_size=0, left=False, right=True, softcap=False, bias=None, alibi=False, sinks=None, lse=False, rotary=0, rotary_dtype=None,
+    interleaved=False, k_scale=False, v_scale=False, table_dtype=None, kv_lens_dtype=None, cu_q_dtype=None, cu_k_dtype=None, aligned=True,
+    v_in_k=False, wide=False, ieee=False, short=False, flip=False, descriptors=False, wgmma=False,
+)  # fmt: skip
+PAGED = dict(layout="paged", page_size=16, table_dtype=torch.int32, kv_lens_dtype=torch.int32)
+VARIANTS = {
+    "dense": ("tiles", {}),
+    "dense-short": ("tiles", dict(short=True)),
+    "decode": ("splits", PAGED),
+    "mixed": ("both", PAGED | dict(cu_q_dtype=torch.int32)),
+    "varlen": ("tiles", dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32, d=64, dv=64, group=1)),
+    "d256": ("tiles", dict(d=256, dv=256)),
+    "features": ("tiles", dict(left=True, softcap=True, alibi=True, bias=torch.float32, sinks=torch.float32, lse=True, d=80, dv=72)),
+    "rotary": ("splits", PAGED | dict(rotary=128, rotary_dtype=torch.float32, left=True, sinks=torch.bfloat16, lse=True)),
+    "fp8": ("splits", PAGED | dict(kv_dtype=torch.float8_e4m3fn, k_scale=True, v_scale=True, flip=True)),
+    "latent": ("splits", PAGED | dict(d=576, dv=512, group=16, v_in_k=True)),
+    "float32": ("tiles", dict(dtype=torch.float32, kv_dtype=torch.float32, out_dtype=torch.float32, ieee=True, d=64, dv=64)),
+}
+SPILLS_ALLOWED = {"features", "latent", "float32", "rotary"}  # rare, and register-hungry: they must compile and fit
+
+
+def machine(arch: str) -> schedule.Machine:
+    return schedule.Machine(arch, 132, SHARED.get(arch, 64) * KIB, 64 if arch.startswith("gfx9") else 32)
+
+
+def target(arch: str) -> GPUTarget:
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch[3:]), 32)
+    return GPUTarget("hip", arch, machine(arch).wave)
+
+
+def build(arch: str, name: str):
+    """(kernel, spec) of a variant, with the configuration that a call on this architecture would take."""
+    mode, changes = VARIANTS[name]
+    m = machine(arch)
+    s = schedule.Shape(**(BASE | changes))
+    s = s._replace(wgmma=m.wgmma, native_fp8=m.converts(s.kv_dtype))
+    s = s._replace(descriptors=m.wgmma and mode == "tiles" and s.layout != "paged" and s.d == s.dv == schedule.pow2(s.d) and not s.ieee)
+    bd, bd2 = schedule.head_blocks(s.d)
+    padded = max(bd + bd2, schedule.pow2(s.dv, 16))
+    kind = "tiles" if s.descriptors else "mixed" if mode == "both" else "gather"
+    tile, base = schedule.configs_for(arch, kind, padded if padded <= 256 else 512, s.dtype == torch.float32)
+    while True:
+        split = schedule.split_config(base, tile, mode, s.group, s.group)
+        spec = schedule.attend_spec(s, mode, tile, split, 16, mode != "tiles", min(16, schedule.pow2(s.group)))
+        kernel = compiled(spec, target(arch))
+        if kernel.metadata.shared <= m.shared:
+            return kernel, spec
+        smaller = (base if mode == "splits" else tile).smaller()
+        assert smaller is not None, f"{name} fits {arch} in no configuration"
+        tile, base = (tile, smaller) if mode == "splits" else (smaller, base)
+
+
+def spills(kernel, arch: str, tmp_path) -> int:
+    """Registers spilled to memory: from the object's notes (AMD), or the bytes of stack that the assembler reports (NVIDIA)."""
+    if arch.startswith("gfx"):
+        return sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"]))
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    text = subprocess.run([tool, "--dump-resource-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", text)[1])
+
+
+ARCHES = list(MATRIX)
+SAMPLE = [
+    ("sm_80", "dense"), ("sm_80", "decode"), ("sm_90", "dense"), ("sm_90", "dense-short"), ("sm_90", "decode"), ("sm_90", "mixed"),
+    ("sm_90", "fp8"), ("sm_90", "latent"), ("sm_100", "dense"), ("sm_120", "dense"), ("sm_120", "decode"), ("gfx90a", "dense"),
+    ("gfx942", "dense"), ("gfx942", "fp8"), ("gfx942", "features"), ("gfx950", "decode"), ("gfx1100", "dense"), ("gfx1151", "decode"),
+    ("gfx1201", "dense"), ("gfx1201", "rotary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ARCHES for n in VARIANTS] if FULL else SAMPLE)
+def test_attention_compiles_to_matrix_instructions_and_fits(arch, name, tmp_path):
+    kernel, spec = build(arch, name)
+    code = kernel.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
+    if name != "float32":  # IEEE float32 has no matrix unit here, by design
+        small = arch.startswith("sm_") and VARIANTS[name][0] == "splits"  # 16 rows are below what wgmma and tcgen05 take
+        assert ("mma.sync" if small else MATRIX[arch]) in code
+    assert kernel.metadata.shared <= machine(arch).shared
+    if name not in SPILLS_ALLOWED:
+        assert spills(kernel, arch, tmp_path) == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1100"])
+def test_append_and_merge_compile(arch, tmp_path):
+    for kv in (torch.bfloat16, torch.float8_e4m3fn):
+        spec = schedule.append_spec(dtype=torch.bfloat16, kv_dtype=kv, d=128, dv=128, rotary=128, interleaved=False, rotary_dtype=torch.float32,
+                                    table=torch.int32, kv_lens=torch.int32, cu_q=torch.int32, slots=None, k_scale=True, v_scale=True,
+                                    search=16)  # fmt: skip
+        assert spills(compiled(spec, target(arch)), arch, tmp_path) == 0
+    merge = compiled(schedule.merge_spec(dtype=torch.bfloat16, sinks=torch.float32, dv=128), target(arch))
+    assert spills(merge, arch, tmp_path) == 0
+
+
+def test_a_captured_signature_has_no_scratch():
+    """The fast launcher passes null for Triton's scratch arguments, so kernels must not use them."""
+    kernel, _ = build("sm_90", "decode")
+    assert not getattr(kernel.metadata, "global_scratch_size", 0) and not getattr(kernel.metadata, "profile_scratch_size", 0)

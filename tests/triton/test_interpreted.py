@@ -1,0 +1,123 @@
+"""The kernels themselves, run by Triton's interpreter on CPU tensors. Each test runs in a process of its own with
+TRITON_INTERPRET=1, because Triton decides at import; `python tests/triton/test_interpreted.py conformance 3` is such a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from portattn.backends.triton.kernels import decode_fp8, encode_fp8
+
+    @triton.jit
+    def _both_ways(codes, values, x, y, KIND: tl.constexpr, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(values + i, decode_fp8(tl.load(codes + i), KIND))
+        tl.store(y + i, encode_fp8(tl.load(x + i), KIND))
+
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+EVERY = 1 if os.environ.get("PORTATTN_TRITON_FULL") else 6  # the interpreter runs about two tests of the suite a second
+PARTS = 2
+
+
+def _interpreted(*arguments: str) -> None:
+    env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, env.get("PYTHONPATH"))))
+    done = subprocess.run([sys.executable, os.path.abspath(__file__), *arguments], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.timeout(3600 if EVERY == 1 else 600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_quick_conformance_level(part):
+    _interpreted("conformance", str(part))
+
+
+def test_every_8_bit_code_decodes_and_encodes_exactly():
+    _interpreted("codes")
+
+
+def test_page_offsets_past_int32():
+    _interpreted("offsets")
+
+
+def test_cpu_tensors_need_the_interpreter():
+    from portattn.backends import triton as adapter
+
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        reasons = adapter.probe(torch.device("cpu"))
+        assert [r.code for r in reasons] == ["device"] and "TRITON_INTERPRET" in reasons[0].fix
+
+
+# ---- what those processes do
+
+
+def conformance(part: int) -> None:
+    """Every EVERY-th test of each rule of the quick level; the parts take turns."""
+    from portattn.testing import runner
+    from portattn.testing.target import Target
+
+    target = Target("triton", "cpu", "quick")
+    by_rule: dict[str, list] = {}
+    for item in runner.plan(target, "quick", "", ""):
+        by_rule.setdefault(item[1].rule, []).append(item)
+    todo = [item for items in by_rule.values() for item in items[::EVERY]][part::PARTS]
+    failed = []
+    with runner.quiet_environment():
+        for _name, check, case in todo:
+            result = runner.execute(target, check, case)
+            if result.outcome == "failed":
+                failed.append(f"{result.rule} {result.id}\n    {result.detail}")
+    assert todo and not failed, "\n".join(failed)
+
+
+def codes() -> None:
+    """decode_fp8 and encode_fp8 against torch's types: all 256 codes, their midpoints, and what saturates."""
+    from portattn.backends.triton.schedule import FORMATS
+    from portattn.reference import quantize
+
+    for dtype, kind in FORMATS.items():
+        code = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(4)
+        want = code.view(dtype).float()
+        finite = want[:256][torch.isfinite(want[:256])].unique()
+        middles = (finite[1:] + finite[:-1]) / 2  # ties go to even
+        near = torch.cat([middles, torch.nextafter(middles, middles + 1), torch.nextafter(middles, middles - 1)])
+        odd = torch.tensor([0.0, -0.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan"), 1e-30, -1e-30])
+        x = torch.cat([odd, near, finite])[:1024]
+        x = torch.cat([x, torch.ones(1024 - len(x))])
+        values, y = torch.empty(1024), torch.empty(1024, dtype=torch.uint8)
+        _both_ways[(1,)](code, values, x, y, kind, 1024)
+        assert torch.equal(values.nan_to_num(12345.0), want.nan_to_num(12345.0)), kind
+        got, expected = y.view(dtype).float(), quantize(x, dtype).float()
+        assert torch.equal(got.nan_to_num(12345.0), expected.nan_to_num(12345.0)), kind
+
+
+def offsets() -> None:
+    """A page whose offset does not fit 32 bits is read at its place, not where the offset wraps to."""
+    import portattn
+
+    pages, size, heads, d = 3, 16, 1, 64
+    stride = 1 << 30  # elements; page 2 starts at 2^31. Only the touched parts of the storage become memory.
+    room = torch.empty((pages - 1) * stride + size * heads * d, dtype=torch.float16)
+    cache = room.as_strided((pages, size, heads, d), (stride, heads * d, d, 1))
+    for page in range(pages):
+        cache[page] = page
+    q = torch.zeros(1, 1, 1, d, dtype=torch.float16)
+    table, lens = torch.tensor([[2]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    out = portattn.attention_paged(q, cache, cache, table, lens, backend="triton")
+    assert torch.equal(out, torch.full_like(out, 2.0)), out
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("PORTATTN_VERIFY", "0")
+    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets}[sys.argv[1]]()

@@ -1,0 +1,154 @@
+"""Grids, tables, argument packing and imports: what the backend decides without a device."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from portattn.backends.triton import schedule  # noqa: E402
+from portattn.backends.triton.schedule import Config  # noqa: E402
+
+ARCHES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", ""]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("kind", ["tiles", "gather", "mixed"])
+def test_every_architecture_has_a_configuration_for_every_head_dim(arch, kind):
+    for head_dim in (16, 64, 128, 192, 256, 512):
+        for is_float32 in (False, True):
+            tile, split = schedule.configs_for(arch, kind, head_dim, is_float32)
+            for value in (tile.bm, tile.bn, split.bn, tile.warps, split.warps):
+                assert value == schedule.pow2(value)
+            assert tile.bm >= 16 and min(tile.bn, split.bn) >= 16 and split.bm == 0
+            if arch.startswith("gfx"):
+                assert tile.stages == split.stages == 1
+
+
+@pytest.mark.parametrize(("d", "blocks"), [(1, (16, 0)), (16, (16, 0)), (64, (64, 0)), (80, (64, 16)), (96, (64, 32)), (100, (128, 0)),
+                                           (128, (128, 0)), (192, (128, 64)), (256, (256, 0)), (576, (512, 64))])  # fmt: skip
+def test_head_dims_are_padded_as_little_as_two_blocks_allow(d, blocks):
+    assert schedule.head_blocks(d) == blocks
+
+
+def items_of(lens_q: list[int], lens_k: list[int], grid: schedule.Grid, split: Config, group: int, heads_kv: int, take: int) -> int:
+    """How many items the kernel makes of these lengths: the formula of `program` in kernels.py."""
+    rows = [n * group if not take or n * group <= take else 0 for n in lens_q]
+    tiles = [-(-n // split.bn) for n in lens_k]
+    pairs = [-(-r // split.bm) * heads_kv for r in rows]
+    total = sum(p * t for p, t in zip(pairs, tiles))
+    found = 0
+    for p, t in zip(pairs, tiles):
+        if grid.fixed_chunk:
+            chunk = grid.fixed_chunk
+        elif grid.fixed_splits:
+            chunk = -(-t // grid.fixed_splits)
+        else:
+            chunk = max(-(-total // grid.budget), min(-(-total // grid.slots), 32))
+        found += p * max(1, -(-t // max(1, chunk)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_grid_holds_every_item_whatever_the_lengths(seed):
+    rnd = random.Random(seed)
+    batch, heads_kv, group = rnd.choice([1, 2, 7, 64, 256]), rnd.choice([1, 2, 8]), rnd.choice([1, 3, 4, 8])
+    split = Config(rnd.choice([16, 64]), rnd.choice([32, 64, 128]), 4, 3)
+    tile = Config(64, 64, 4, 3)
+    max_k, max_q = rnd.choice([1, 100, 5000, 131072]), rnd.choice([1, 4, 300])
+    mode = rnd.choice(["splits", "both"])
+    lens_q = [rnd.randint(0, max_q) for _ in range(batch)]
+    lens_k = [rnd.choice([0, 1, max_k, rnd.randint(0, max_k)]) for _ in range(batch)]
+    grid = schedule.grid_for(mode, tile, split, batch=batch, heads_kv=heads_kv, group=group, max_q=max_q, max_k=max_k, total_q=sum(lens_q),
+                             kv_bytes=1, slots=rnd.choice([4, 264]), num_splits=rnd.choice([0, 0, 1, 5]), invariant=rnd.random() < 0.3,
+                             one_part=False)  # fmt: skip
+    take = split.bm if mode == "both" else 0
+    assert items_of(lens_q, lens_k, grid, split, group, heads_kv, take) <= grid.total - grid.programs
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_numbers_of_row_blocks_leave_room_for_every_sequence(seed):
+    """Sequence b's blocks start at cu[b] * G // BM + b: they must not run into the next sequence's, nor past the grid."""
+    rnd = random.Random(seed)
+    lens, group, bm = [rnd.randint(0, 700) for _ in range(rnd.randint(1, 40))], rnd.choice([1, 3, 4, 7]), rnd.choice([16, 64, 128])
+    starts, at = [], 0
+    for b, n in enumerate(lens):
+        starts.append((at * group // bm + b, -(-n * group // bm)))
+        at += n
+    ends = [s for s, _ in starts[1:]] + [at * group // bm + len(lens)]
+    assert all(s + blocks <= end for (s, blocks), end in zip(starts, ends))
+
+
+def test_batch_invariance_ignores_the_batch_and_its_bounds():
+    common = dict(heads_kv=8, group=4, layout="paged", head_dim=128, invariant=True)
+    modes = {schedule.pick_mode(132, batch=b, max_q=q, max_k=k, total_q=t, **common)
+             for b in (1, 500) for q in (1, 512) for k in (16, 100000) for t in (None, 1, 5000)}  # fmt: skip
+    assert modes == {"both"}
+
+
+def test_arguments_are_packed_as_a_c_compiler_lays_them_out():
+    from portattn.backends.triton import launch
+
+    class Kernel:
+        run, function, src = None, 1234, None
+
+        class metadata:
+            num_warps, shared, num_ctas = 4, 0, 1
+
+            class target:
+                warp_size = 32
+
+    class Driver:
+        no_context = 201
+
+        def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
+            self.seen = [ctypes.string_at(p, 8) for p in pointers]
+            return 0
+
+    types = (("q", "*bf16"), ("k", "*bf16"), ("scale", "fp32"), ("left", "i32"), ("stride", "i64"), ("n", "i32"), ("m", "i32"), ("s", "i64"))
+    driver, real = Driver(), launch._driver
+    launch._driver = driver
+    try:
+        launch.Launch(Kernel(), launch.Spec("attend", types, (), (), 4, 1), (1 << 40, 7, -8, -(1 << 41)), 3, 0)(99, 1 << 50, 2, 0.5, -1)
+    finally:
+        launch._driver = real
+    read = lambda i, code: struct.unpack_from("=" + code, driver.seen[i])[0]
+    assert [read(0, "Q"), read(1, "Q"), read(2, "f"), read(3, "i")] == [1 << 50, 2, 0.5, -1]
+    assert [read(4, "q"), read(5, "i"), read(6, "i"), read(7, "q")] == [1 << 40, 7, -8, -(1 << 41)]
+    assert [read(8, "Q"), read(9, "Q")] == [0, 0]
+
+
+def test_a_missing_or_broken_triton_is_a_reason():
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "import torch, portattn; from portattn.backends import triton as t\n"
+            "print([r.code for r in t.probe(torch.device('cpu'))])")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['not_installed']"
+
+
+def test_importing_portattn_imports_no_triton():
+    code = "import sys, portattn; from portattn.backends import triton as t; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_shared_memory_is_met_by_stages_then_keys_then_rows():
+    config, seen = Config(64, 32, 4, 2), []
+    while config is not None:
+        seen.append(tuple(config))
+        config = config.smaller()
+    assert seen == [(64, 32, 4, 2), (64, 32, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+
+
+def test_native_conversions_follow_the_hardware():
+    machine = lambda arch: schedule.Machine(arch, 1, 1)
+    assert machine("sm_89").converts(torch.float8_e4m3fn) and not machine("sm_86").converts(torch.float8_e4m3fn)
+    assert machine("gfx942").converts(torch.float8_e4m3fnuz) and not machine("gfx942").converts(torch.float8_e4m3fn)
+    assert machine("gfx1201").converts(torch.float8_e4m3fn) and not machine("gfx90a").converts(torch.float8_e5m2)
