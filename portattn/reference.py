@@ -15,7 +15,8 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "attention_paged", "attention_varlen", "cache_append", "caches_after", "merge_states", "plain", "quantize"]
+__all__ = ["attention", "attention_paged", "attention_varlen", "cache_append", "caches_after", "merge_states", "plain",
+           "quantize"]
 
 
 class _Math(NamedTuple):
@@ -112,8 +113,10 @@ def _concat(parts: list[tuple[Tensor, Tensor]], rows: int, heads: int, dim: int,
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window_size: Sequence[int] | None = (-1, -1),
-              softmax_scale: float | None = None, softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
-              sinks: Tensor | None = None, layout: str = "bshd", out: Tensor | None = None, return_lse: bool = True, num_splits: int = 0,
+              softmax_scale: float | None = None, softcap: float = 0.0, bias: Tensor | None = None,
+              alibi_slopes: Tensor | None = None,
+              sinks: Tensor | None = None, layout: str = "bshd", out: Tensor | None = None, return_lse: bool = True,
+              num_splits: int = 0,
               batch_invariant: bool = False, backend: str | None = None, _plain: bool = False) -> tuple[Tensor, Tensor]:
     """Dense attention: out in q's layout, lse (B, Sq, Hq)."""
     if layout == "bhsd":
@@ -132,7 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window_s
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0,
                      max_seqlen_k: int = 0, *, seqused_k: Tensor | None = None, causal: bool = False,
                      window_size: Sequence[int] | None = (-1, -1), softmax_scale: float | None = None, softcap: float = 0.0,
-                     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, out: Tensor | None = None, return_lse: bool = True,
+                     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
+                     return_lse: bool = True,
                      num_splits: int = 0, batch_invariant: bool = False, backend: str | None = None,
                      _plain: bool = False) -> tuple[Tensor, Tensor]:
     """Ragged attention: out (Tq, Hq, Dv), lse (Tq, Hq); rows at or past cu_seqlens_q[-1] are zeros here, unspecified elsewhere."""
@@ -148,11 +152,13 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
 
 
 def attention_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, *,
-                    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, k: Tensor | None = None, v: Tensor | None = None,
+                    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, k: Tensor | None = None,
+                    v: Tensor | None = None,
                     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, rotary_interleaved: bool = False,
                     kv_layout: str = "NHD", k_scale: Tensor | float | None = None, v_scale: Tensor | float | None = None,
                     causal: bool = False, window_size: Sequence[int] | None = (-1, -1), softmax_scale: float | None = None,
-                    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
+                    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+                    out: Tensor | None = None,
                     return_lse: bool = True, num_splits: int = 0, batch_invariant: bool = False, backend: str | None = None,
                     _plain: bool = False) -> tuple[Tensor, Tensor]:
     """Attention over a paged cache: out and lse with q's leading axes.
@@ -182,8 +188,10 @@ def attention_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Te
     return result.view(*q.shape[:-1], dim_v), lse.view(q.shape[:-1])
 
 
-def caches_after(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, *, cu_seqlens_q: Tensor | None = None,
-                 k: Tensor | None = None, v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+def caches_after(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, *,
+                 cu_seqlens_q: Tensor | None = None,
+                 k: Tensor | None = None, v: Tensor | None = None, rotary_cos: Tensor | None = None,
+                 rotary_sin: Tensor | None = None,
                  rotary_interleaved: bool = False, kv_layout: str = "NHD", k_scale: Tensor | float | None = None,
                  v_scale: Tensor | float | None = None, _plain: bool = False, **unused: Any) -> tuple[Tensor, Tensor]:
     """CPU copies of both caches, in their dtype and layout, as `attention_paged` of the same arguments must leave them."""
@@ -252,7 +260,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in `dtype`: nearest, ties to even; for 8-bit types saturated at the largest finite value, NaN stays NaN."""
     if dtype.itemsize > 1:
         return x.to(dtype)
-    codes = torch.arange(128, dtype=torch.uint8, device=x.device).view(dtype).double()  # the values without sign bit rise with the code
+    codes = torch.arange(128, dtype=torch.uint8,
+                         device=x.device).view(dtype).double()  # the values without sign bit rise with the code
     grid = codes[torch.isfinite(codes)]
     size = x.detach().double().abs().clamp(max=float(grid[-1])).nan_to_num()
     above = torch.searchsorted(grid, size).clamp(max=len(grid) - 1)

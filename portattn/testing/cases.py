@@ -1,9 +1,10 @@
 """Cases: one kind of call as a small NamedTuple whose text is an id, and the tensors that it stands for.
 
 `str(case)` can be pasted back (`Case.parse`, `portattn conformance --case`, `portattn explain`); a case's numbers are drawn from
-a seed that is the CRC of its id, so a failure is the same everywhere. `build` makes the call; the inputs are such that a wrong
-answer is loud: peaked scores, large sinks, pages in random order. With `poison`, everything that must not be read (rows outside of
-q, k and v, unused slots, unused pages) holds NaN and Inf, and unused table entries are -1, 2^31 - 1 or the id of a poisoned page.
+a seed that is the CRC of its id, so a failure is the same everywhere. `build` makes the call; the inputs are such that a
+wrong answer is loud: peaked scores, large sinks, pages in random order. With `poison`, everything that must not be read (rows
+outside of q, k and v, unused slots, unused pages) holds NaN and Inf, and unused table entries are -1, 2^31 - 1 or the id of
+a poisoned page.
 
     paged-bf16-h8x2-d64-p16-q1k37*2+q5k5-causal-w16.0-sinks-poison
     layout dtype heads  dim page lengths (two of Lq 1, Lk 37; one of 5, 5), then flags
@@ -202,7 +203,8 @@ def _options(case: Case, draw: Draw) -> dict[str, Any]:
     if case.sinks:
         kwargs["sinks"] = draw.uniform(case.heads, low=1.0, high=4.0)
     if case.alibi:
-        kwargs["alibi_slopes"] = draw.uniform(*((batch, case.heads) if case.alibi == "alibib" else (case.heads,)), low=0.05, high=0.6)
+        kwargs["alibi_slopes"] = draw.uniform(*((batch, case.heads) if case.alibi == "alibib" else (case.heads,)), low=0.05,
+                                              high=0.6)
     if case.splits:
         kwargs["num_splits"] = case.splits
     if case.invariant:

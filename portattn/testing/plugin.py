@@ -1,6 +1,6 @@
 """The suite under pytest: each test and case a pytest item, a backend's no a skip that says its codes.
 
-    pytest -p portattn.testing.plugin --pyargs portattn.testing --portattn-backend NAME --portattn-device cpu --portattn-level quick
+    pytest -p portattn.testing.plugin --pyargs portattn.testing --portattn-backend NAME --portattn-device cpu
 
 Without `-p` (the conftest of this folder then loads the plugin too late for options) the variables PORTATTN_TEST_BACKEND,
 PORTATTN_TEST_DEVICE and PORTATTN_TEST_LEVEL say the same.

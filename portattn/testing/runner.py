@@ -54,6 +54,7 @@ class Report(NamedTuple):
     unusable: str = ""  # why the backend does not work on the device at all
     seconds: float = 0.0
     whole: bool = True  # no filter was set
+    lost: str = ""  # the test after which the device answered no more; later ones were not run
 
     def count(self, outcome: str) -> int:
         return sum(r.outcome == outcome for r in self.results)
@@ -62,7 +63,7 @@ class Report(NamedTuple):
     def exit_code(self) -> int:
         if self.unusable or not self.count("passed") and not self.count("failed"):
             return NOTHING
-        return RED if self.count("failed") or self.stale else GREEN
+        return RED if self.count("failed") or self.stale or self.lost else GREEN
 
 
 def checks() -> list[Check]:
@@ -71,7 +72,8 @@ def checks() -> list[Check]:
     package = importlib.import_module(__package__)
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("test_")):
         loaded = importlib.import_module(f"{__package__}.{module}")
-        found += [f.portattn_check for f in vars(loaded).values() if getattr(f, "portattn_check", None) and f.__module__ == loaded.__name__]
+        found += [f.portattn_check for f in vars(loaded).values() if getattr(f, "portattn_check",
+                                                                             None) and f.__module__ == loaded.__name__]
     return found
 
 
@@ -100,7 +102,8 @@ def execute(target: Target, check: Check, case: Case | None) -> Result:
     target.seen.clear()
 
     def result(outcome: str, detail: str = "", codes: Sequence[str] = (), trace: str = "") -> Result:
-        return Result(name, check.rule, outcome, detail, tuple(codes), tuple(sorted(target.seen)), time.perf_counter() - start, trace)
+        return Result(name, check.rule, outcome, detail, tuple(codes), tuple(sorted(target.seen)), time.perf_counter() - start,
+                      trace)
 
     try:
         try:
@@ -163,6 +166,7 @@ def run(backend: str, device: str = "cpu", level: str = "quick", *, xfails: Sequ
         patterns = {x: re.compile(".*".join(map(re.escape, x.split("*")))) for x in xfails}
         used: dict[str, set[str]] = {x: set() for x in xfails}
         results: list[Result] = []
+        lost = ""
         for i, (name, check, item) in enumerate(todo):
             if progress:
                 progress(i, len(todo), results[-1] if results else None, name)
@@ -173,10 +177,24 @@ def run(backend: str, device: str = "cpu", level: str = "quick", *, xfails: Sequ
             if hits and result.outcome == "failed":
                 result = result._replace(outcome="xfailed")
             results.append(result)
+            if result.outcome in ("failed", "xfailed") and not _alive(target.device):
+                lost = f"{name}; {len(todo) - i - 1} later tests were not run"
+                break
         if progress:
             progress(len(todo), len(todo), results[-1] if results else None, "")
     stale = tuple(x for x, outcomes in used.items() if "failed" not in outcomes and (outcomes or whole and level == "full"))
-    return Report(backend, str(device), level, tuple(results), stale, "", time.perf_counter() - start, whole)
+    return Report(backend, str(device), level, tuple(results), stale, "", time.perf_counter() - start, whole and not lost, lost)
+
+
+def _alive(device: str) -> bool:
+    """Whether the device still answers: an illegal access leaves a CUDA context that fails every later call."""
+    if torch.device(device).type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        return True
+    except RuntimeError:
+        return False
 
 
 # ------------------------------------------------------------------ what is printed
@@ -205,6 +223,10 @@ def summary(report: Report, target: Target | None = None, verbose: bool = False)
             for feature in r.features:
                 covered[feature] = covered.get(feature, 0) + 1
     lines.append("features of passed tests: " + (", ".join(f"{f} {n}" for f, n in sorted(covered.items())) or "none"))
+    if target is not None and report.whole:
+        declared = {f for c in target.capabilities for f in (*c.features, *c.layouts, *c.dtypes, *c.kv_dtypes)}
+        if missing := declared - covered.keys():
+            lines.append("declared, but in no passed test: " + ", ".join(sorted(missing)))
     codes: dict[str, int] = {}
     for r in report.results:
         for code in set(r.codes):
@@ -212,6 +234,8 @@ def summary(report: Report, target: Target | None = None, verbose: bool = False)
     if codes:
         lines.append("declined for: " + ", ".join(f"{c} {n}" for c, n in sorted(codes.items())))
     lines += [f"stale xfail: {x}" for x in report.stale]
+    if report.lost:
+        lines.append(f"device lost in {report.lost}")
     verdict = {GREEN: "green", RED: "not green", NOTHING: "not green: nothing passed"}[report.exit_code]
     lines.append(f"{report.backend} on {report.device}, level {report.level}: {report.count('passed')} passed, {report.count('declined')} "
                  f"declined, {report.count('failed')} failed, {report.count('xfailed')} xfailed in {report.seconds:.0f} s: {verdict}")
@@ -226,7 +250,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "schema": 1, "backend": report.backend, "device": report.device, "arch": where.arch, "device_name": where.name,
         "torch": str(torch.__version__), "level": report.level, "exit_code": report.exit_code, "unusable": report.unusable,
-        "seconds": round(report.seconds, 3), "stale": list(report.stale),
+        "seconds": round(report.seconds, 3), "stale": list(report.stale), "lost": report.lost,
         "counts": {o: report.count(o) for o in ("passed", "declined", "failed", "xfailed")},
         "rules": {name: {o: sum(r.rule == name and r.outcome == o for r in report.results)
                          for o in ("passed", "declined", "failed", "xfailed")} for name in RULES},
@@ -295,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="quick: under a minute on two cores")
     parser.add_argument("--filter", default="", metavar="TEXT", help="only tests whose 'RULE id' contains every word of TEXT")
     parser.add_argument("--case", default="", metavar="ID", help="run one case, given by its id, whether listed or not")
-    parser.add_argument("--xfails", metavar="FILE", help="ids that are expected to fail, one a line, * for anything, # for the reason")
+    parser.add_argument("--xfails", metavar="FILE",
+                        help="ids that are expected to fail, one a line, * for anything, # for the reason")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
     parser.add_argument("--record", action="store_true", help="write the counts into the manifest's verified list")
     parser.add_argument("--list", action="store_true", help="print the ids, run nothing")
@@ -328,7 +353,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{check.rule:10} {name}")
         return GREEN
     try:
-        report = run(args.backend, device, args.level, xfails=xfails, text=args.filter, case=args.case, progress=_Progress(sys.stderr))
+        report = run(args.backend, device, args.level, xfails=xfails, text=args.filter, case=args.case,
+                     progress=_Progress(sys.stderr))
     except PortattnError as error:
         return usage(str(error))
     if (args.filter or args.case) and not report.results and not report.unusable:

@@ -18,7 +18,8 @@ from portattn.device import facts
 from portattn.errors import NoBackendError
 from portattn.problem import dtype_name, q_len_class
 
-from .cases import Call, Case, build, cases as parse_cases
+from .cases import Call, Case, build
+from .cases import cases as parse_cases
 from .tolerance import Mismatch, close_lse, close_out
 
 RULES = {
@@ -185,7 +186,8 @@ class Target:
         out, lse = self.with_lse(call)
         self.compare(before, out, lse)
         appends = "k" in call.kwargs and call.function == "attention_paged"
-        for i, (was, now) in enumerate(zip((*before.args, *before.kwargs.values()), (*call.args, *(call.kwargs[n] for n in before.kwargs)))):
+        for i, (was, now) in enumerate(zip((*before.args, *before.kwargs.values()),
+                                           (*call.args, *(call.kwargs[n] for n in before.kwargs)))):
             if isinstance(was, Tensor) and was is not now and not (appends and i in (1, 2)) and not bitwise_equal(was, now):
                 raise Mismatch(f"argument {i if i < len(call.args) else list(before.kwargs)[i - len(call.args)]} was written to")
         if appends:
@@ -213,7 +215,8 @@ class Target:
             close_lse(got_lse, expected_lse, plain_lse, dtype)
 
     def compare_caches(self, call: Call, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Holds both caches against what they must hold after `call`: bytes where nothing was to be written, else one rounding step."""
+        """Holds both caches against what they must hold after `call`: the same bytes where nothing was written,
+        one rounding step elsewhere."""
         if call.function == "cache_append":
             wanted = reference.cache_append(*call.args, **call.kwargs)
             old = call.args[2:4]
@@ -256,7 +259,8 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-FLAGS = {"causal": "causal", "softcap": "softcap", "sinks": "sinks", "alibi_slopes": "alibi", "bias": "bias", "rotary_cos": "rotary",
+FLAGS = {"causal": "causal", "softcap": "softcap", "sinks": "sinks", "alibi_slopes": "alibi", "bias": "bias",
+         "rotary_cos": "rotary",
          "k": "append", "k_scale": "kv_scale", "v_scale": "kv_scale", "return_lse": "lse", "batch_invariant": "batch_invariant"}
 
 

@@ -12,7 +12,8 @@ from .cases import Call, Case
 from .target import Declined, Dishonest, Target, bitwise_equal, rule
 from .tolerance import Mismatch
 
-BASE = {"dense": "dense-f32-h4x2-d32-q5k9*2", "varlen": "varlen-f32-h4x2-d32-q5k9+q1k17", "paged": "paged-f32-h4x2-d32-p4-q5k9*2-append-rope16"}
+BASE = {"dense": "dense-f32-h4x2-d32-q5k9*2", "varlen": "varlen-f32-h4x2-d32-q5k9+q1k17",
+        "paged": "paged-f32-h4x2-d32-p4-q5k9*2-append-rope16"}
 
 
 def hold_error(target: Target, call: Call, named: str, kind: type = ArgumentError) -> str:
@@ -38,7 +39,8 @@ def hold_error(target: Target, call: Call, named: str, kind: type = ArgumentErro
 
 def changed(call: Call, **new) -> Call:
     """The call with arguments replaced, positional ones by their names."""
-    names = {"attention": ("q", "k", "v"), "attention_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    names = {"attention": ("q", "k", "v"), "attention_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+                                                                "max_seqlen_k"),
              "attention_paged": ("q", "k_cache", "v_cache", "block_table", "kv_lens")}[call.function]
     args = tuple(new.pop(n) if n in new else x for n, x in zip(names, call.args))
     return call._replace(args=args, kwargs={**call.kwargs, **new})
@@ -54,9 +56,12 @@ def test_wrong_shapes_of_dense_arguments(target: Target) -> None:
     q, k, v = call.args
     z = lambda *s: torch.zeros(s, device=target.device)
     for named, new in (
-        ("q", {"q": q[0]}), ("k", {"k": k[:, 0]}), ("v", {"v": v[:, :-1]}), ("k", {"k": k[:1]}), ("k", {"k": k[..., :-1]}), ("v", {"v": v[:, :, :1]}),
-        ("heads", {"q": q[:, :, :3]}), ("bias", {"bias": z(2, 4, 5, 8)}), ("bias", {"bias": z(1, 2, 4, 5, 9)}), ("alibi_slopes", {"alibi_slopes": z(3)}),
-        ("alibi_slopes", {"alibi_slopes": z(3, 4)}), ("sinks", {"sinks": z(2)}), ("sinks", {"sinks": z(4, 1)}), ("out", {"out": z(2, 5, 4, 31)}),
+        ("q", {"q": q[0]}), ("k", {"k": k[:, 0]}), ("v", {"v": v[:, :-1]}), ("k", {"k": k[:1]}), ("k", {"k": k[..., :-1]}),
+        ("v", {"v": v[:, :, :1]}),
+        ("heads", {"q": q[:, :, :3]}), ("bias", {"bias": z(2, 4, 5, 8)}), ("bias", {"bias": z(1, 2, 4, 5, 9)}),
+        ("alibi_slopes", {"alibi_slopes": z(3)}),
+        ("alibi_slopes", {"alibi_slopes": z(3, 4)}), ("sinks", {"sinks": z(2)}), ("sinks", {"sinks": z(4, 1)}),
+        ("out", {"out": z(2, 5, 4, 31)}),
         ("layout", {"layout": "sbhd"}),
     ):
         hold_error(target, changed(call, **new), named)
@@ -67,9 +72,12 @@ def test_wrong_shapes_of_varlen_arguments(target: Target) -> None:
     call = target.build(BASE["varlen"])
     q, k, v, cu_q, cu_k, *_ = call.args
     for named, new in (
-        ("q", {"q": q[None]}), ("k", {"k": k[..., :-1]}), ("v", {"v": v[:-1]}), ("cu_seqlens_q", {"cu_seqlens_q": cu_q[None]}), ("cu_seqlens_k", {"cu_seqlens_k": cu_k[:-1]}),
-        ("cu_seqlens_q", {"cu_seqlens_q": cu_q[:0], "cu_seqlens_k": cu_k[:0]}), ("cu_seqlens_q", {"cu_seqlens_q": cu_q.float()}), ("cu_seqlens_k", {"cu_seqlens_k": cu_k.short()}),
-        ("seqused_k", {"seqused_k": cu_k}), ("seqused_k", {"seqused_k": cu_k[1:].float()}), ("max_seqlen_q", {"max_seqlen_q": -1}), ("max_seqlen_k", {"max_seqlen_k": -5}),
+        ("q", {"q": q[None]}), ("k", {"k": k[..., :-1]}), ("v", {"v": v[:-1]}), ("cu_seqlens_q", {"cu_seqlens_q": cu_q[None]}),
+        ("cu_seqlens_k", {"cu_seqlens_k": cu_k[:-1]}),
+        ("cu_seqlens_q", {"cu_seqlens_q": cu_q[:0], "cu_seqlens_k": cu_k[:0]}), ("cu_seqlens_q", {"cu_seqlens_q": cu_q.float()}),
+        ("cu_seqlens_k", {"cu_seqlens_k": cu_k.short()}),
+        ("seqused_k", {"seqused_k": cu_k}), ("seqused_k", {"seqused_k": cu_k[1:].float()}),
+        ("max_seqlen_q", {"max_seqlen_q": -1}), ("max_seqlen_k", {"max_seqlen_k": -5}),
     ):
         hold_error(target, changed(call, **new), named)
     hold_error(target, changed(call, max_seqlen_k=cu_k[1]), "max_seqlen_k", ArgumentTypeError)
@@ -83,10 +91,14 @@ def test_wrong_shapes_of_paged_arguments(target: Target) -> None:
     k, v, cos, sin = (call.kwargs[n] for n in ("k", "v", "rotary_cos", "rotary_sin"))
     scale = lambda *s: torch.ones(s, device=target.device)
     for named, new in (
-        ("k_cache", {"k_cache": k_cache[0]}), ("v_cache", {"v_cache": v_cache[:-1]}), ("k_cache", {"k_cache": k_cache[..., :-1]}), ("block_table", {"block_table": table[0]}),
-        ("block_table", {"block_table": table[:1]}), ("block_table", {"block_table": table.float()}), ("kv_lens", {"kv_lens": lens[:1]}), ("kv_lens", {"kv_lens": lens.float()}),
-        ("kv_lens", {"kv_lens": lens[:, None]}), ("k", {"k": k[..., :-1]}), ("v", {"v": v[:, :1]}), ("v", {"v": None}), ("k", {"k": None}), ("rotary_sin", {"rotary_sin": None}),
-        ("rotary_cos", {"rotary_cos": None}), ("rotary_sin", {"rotary_sin": sin[:, :-1]}), ("kv_layout", {"kv_layout": "DHN"}), ("k_scale", {"k_scale": scale(3)}),
+        ("k_cache", {"k_cache": k_cache[0]}), ("v_cache", {"v_cache": v_cache[:-1]}), ("k_cache", {"k_cache": k_cache[..., :-1]}),
+        ("block_table", {"block_table": table[0]}),
+        ("block_table", {"block_table": table[:1]}), ("block_table", {"block_table": table.float()}),
+        ("kv_lens", {"kv_lens": lens[:1]}), ("kv_lens", {"kv_lens": lens.float()}),
+        ("kv_lens", {"kv_lens": lens[:, None]}), ("k", {"k": k[..., :-1]}), ("v", {"v": v[:, :1]}), ("v", {"v": None}),
+        ("k", {"k": None}), ("rotary_sin", {"rotary_sin": None}),
+        ("rotary_cos", {"rotary_cos": None}), ("rotary_sin", {"rotary_sin": sin[:, :-1]}), ("kv_layout", {"kv_layout": "DHN"}),
+        ("k_scale", {"k_scale": scale(3)}),
         ("v_scale", {"v_scale": scale(2, 3)}), ("k_scale", {"k_scale": scale(2).double()}), ("k_scale", {"k_scale": math.nan}),
     ):
         hold_error(target, changed(call, **new), named)
@@ -106,8 +118,10 @@ def test_wrong_numbers(target: Target) -> None:
     for base in BASE.values():
         call = target.build(base)
         for named, new in (
-            ("softmax_scale", {"softmax_scale": math.nan}), ("softmax_scale", {"softmax_scale": math.inf}), ("softcap", {"softcap": -1.0}), ("softcap", {"softcap": math.inf}),
-            ("window_size", {"window_size": (-2, 0)}), ("window_size", {"window_size": (1, 2, 3)}), ("num_splits", {"num_splits": -1}),
+            ("softmax_scale", {"softmax_scale": math.nan}), ("softmax_scale", {"softmax_scale": math.inf}),
+            ("softcap", {"softcap": -1.0}), ("softcap", {"softcap": math.inf}),
+            ("window_size", {"window_size": (-2, 0)}), ("window_size", {"window_size": (1, 2, 3)}),
+            ("num_splits", {"num_splits": -1}),
         ):
             hold_error(target, changed(call, **new), named)
 
@@ -117,7 +131,8 @@ def test_wrong_python_types(target: Target) -> None:
     for base in BASE.values():
         call = target.build(base)
         one = torch.ones((), device=target.device)
-        for named, new in (("softmax_scale", {"softmax_scale": one}), ("softcap", {"softcap": one}), ("window_size", {"window_size": 3}),
+        for named, new in (("softmax_scale", {"softmax_scale": one}), ("softcap", {"softcap": one}),
+                           ("window_size", {"window_size": 3}),
                            ("q", {"q": [1.0]}), ("sinks", {"sinks": [0.0] * 4}), ("num_splits", {"num_splits": 1.5})):
             hold_error(target, changed(call, **new), named, ArgumentTypeError)
 
@@ -138,7 +153,8 @@ def test_unknown_keywords_are_pythons_own_type_error(target: Target) -> None:
 def test_all_faults_are_named_at_once(target: Target) -> None:
     call = target.build(BASE["dense"])
     q, k, v = call.args
-    text = hold_error(target, changed(call, v=v[:, :-1], softcap=-1.0, window_size=(-3, 0), sinks=torch.zeros(9, device=target.device)), "v")
+    text = hold_error(target, changed(call, v=v[:, :-1], softcap=-1.0, window_size=(-3, 0),
+                                      sinks=torch.zeros(9, device=target.device)), "v")
     for name in ("softcap", "window_size", "sinks"):
         if name not in text:
             raise Mismatch(f"four faults in one call: {name} is not named in: {text}")
@@ -163,7 +179,8 @@ def test_out_that_does_not_fit_or_overlaps_is_refused(target: Target) -> None:
     for base in BASE.values():
         call = target.build(base)
         q = call.args[0]
-        for out in (q, torch.zeros_like(q).double(), torch.zeros_like(q).to(torch.float16), torch.zeros(*q.shape, 2, device=q.device)[..., 0]):
+        for out in (q, torch.zeros_like(q).double(), torch.zeros_like(q).to(torch.float16),
+                    torch.zeros(*q.shape, 2, device=q.device)[..., 0]):
             hold_error(target, changed(call, out=out), "out")
         hold_error(target, changed(call, out=torch.zeros_like(q)[:, :1]), "out")
 
@@ -184,8 +201,10 @@ def test_cache_append_refuses_what_does_not_fit(target: Target) -> None:
     k, v, k_cache, v_cache, slots = call.args
     scale = torch.ones(2, 2, device=target.device)
     for named, args, kwargs in (
-        ("slot_mapping", (k, v, k_cache, v_cache, slots[:1]), {}), ("slot_mapping", (k, v, k_cache, v_cache, slots.float()), {}), ("k", (k[0], v, k_cache, v_cache, slots), {}),
-        ("v", (k, v[:1], k_cache, v_cache, slots), {}), ("k", (k, v, k_cache[..., :4], v_cache, slots), {}), ("v_cache", (k, v, k_cache, v_cache.to(torch.float16), slots), {}),
+        ("slot_mapping", (k, v, k_cache, v_cache, slots[:1]), {}), ("slot_mapping", (k, v, k_cache, v_cache, slots.float()), {}),
+        ("k", (k[0], v, k_cache, v_cache, slots), {}),
+        ("v", (k, v[:1], k_cache, v_cache, slots), {}), ("k", (k, v, k_cache[..., :4], v_cache, slots), {}),
+        ("v_cache", (k, v, k_cache, v_cache.to(torch.float16), slots), {}),
         ("k_scale", call.args, {"k_scale": scale}), ("kv_layout", call.args, {"kv_layout": "X"}),
     ):
         written = [x.clone() for x in (k_cache, v_cache)]
@@ -203,7 +222,8 @@ def test_cache_append_refuses_what_does_not_fit(target: Target) -> None:
 @rule("C-ERR")
 def test_merge_states_refuses_what_does_not_fit(target: Target) -> None:
     x, l = torch.zeros(3, 4, 8, device=target.device), torch.zeros(3, 4, device=target.device)
-    for args, kwargs in ((([x], [l, l]), {}), (([x, x[:2]], [l, l]), {}), (([x], [l[:, :2]]), {}), (([x], [l.half()]), {}), (([x], [l]), {"sinks": torch.zeros(3, device=x.device)}),
+    for args, kwargs in ((([x], [l, l]), {}), (([x, x[:2]], [l, l]), {}), (([x], [l[:, :2]]), {}), (([x], [l.half()]), {}),
+                         (([x], [l]), {"sinks": torch.zeros(3, device=x.device)}),
                          (([x, x.half()], [l, l]), {})):
         try:
             portattn.merge_states(*args, **kwargs, backend=target.backend)
@@ -217,16 +237,22 @@ def test_merge_states_refuses_what_does_not_fit(target: Target) -> None:
 def test_mixtures_of_types_are_refused(target: Target) -> None:
     dense = target.build(BASE["dense"])
     q, k, v = dense.args
-    for named, new in (("k", {"k": k.half()}), ("v", {"v": v.bfloat16()}), ("q", {"q": q.double(), "k": k.double(), "v": v.double()}), ("q", {"q": q.int()}),
-                       ("bias", {"bias": torch.zeros(9, device=q.device).half()}), ("bias", {"bias": torch.zeros(9, device=q.device, dtype=torch.int32)}),
-                       ("sinks", {"sinks": torch.zeros(4, device=q.device).half()}), ("alibi_slopes", {"alibi_slopes": torch.zeros(4, device=q.device).half()})):
+    for named, new in (("k", {"k": k.half()}), ("v", {"v": v.bfloat16()}),
+                       ("q", {"q": q.double(), "k": k.double(), "v": v.double()}), ("q", {"q": q.int()}),
+                       ("bias", {"bias": torch.zeros(9, device=q.device).half()}),
+                       ("bias", {"bias": torch.zeros(9, device=q.device, dtype=torch.int32)}),
+                       ("sinks", {"sinks": torch.zeros(4, device=q.device).half()}),
+                       ("alibi_slopes", {"alibi_slopes": torch.zeros(4, device=q.device).half()})):
         hold_error(target, changed(dense, **new), named)
     paged = target.build(BASE["paged"])
     _, k_cache, v_cache, *_ = paged.args
-    for named, new in (("k_cache", {"k_cache": k_cache.half(), "v_cache": v_cache.half()}), ("v_cache", {"v_cache": v_cache.to(torch.float8_e5m2)}),
-                       ("k_cache", {"k_cache": k_cache.to(torch.int8), "v_cache": v_cache.to(torch.int8)}), ("k", {"k": paged.kwargs["k"].half()}),
+    for named, new in (("k_cache", {"k_cache": k_cache.half(), "v_cache": v_cache.half()}),
+                       ("v_cache", {"v_cache": v_cache.to(torch.float8_e5m2)}),
+                       ("k_cache", {"k_cache": k_cache.to(torch.int8), "v_cache": v_cache.to(torch.int8)}),
+                       ("k", {"k": paged.kwargs["k"].half()}),
                        ("v_cache", {"k_cache": k_cache.to(torch.float8_e5m2), "v_cache": v_cache.to(torch.float8_e4m3fn)}),
-                       ("rotary_cos", {"rotary_cos": paged.kwargs["rotary_cos"].half(), "rotary_sin": paged.kwargs["rotary_sin"].half()})):
+                       ("rotary_cos", {"rotary_cos": paged.kwargs["rotary_cos"].half(),
+                                       "rotary_sin": paged.kwargs["rotary_sin"].half()})):
         hold_error(target, changed(paged, **new), named)
 
 
@@ -234,12 +260,15 @@ def test_mixtures_of_types_are_refused(target: Target) -> None:
 def undeclared(target: Target) -> list[Case]:
     """Small cases, each of which no capability covers in exactly one respect."""
     base = Case("dense", "f32", heads=4, heads_kv=2, dim=64, lens=((37, 37),))
-    tries = [base._replace(layout=n, page=16 if n == "paged" else 0, dtype=t) for n in ("dense", "varlen", "paged") for t in ("f32", "f16", "bf16")]
+    tries = [base._replace(layout=n, page=16 if n == "paged" else 0, dtype=t) for n in ("dense", "varlen",
+                                                                                        "paged") for t in ("f32", "f16", "bf16")]
     tries += [base._replace(dim=d) for d in (1, 3, 40, 257, 300, 512, 576, 1000)] + [base._replace(dim_v=d) for d in (1, 32, 300)]
     tries += [base._replace(lens=n) for n in (((1, 37),), ((5, 37),))] + [base._replace(heads=h) for h in (14, 34, 66)]
-    tries += [base._replace(**x) for x in ({"causal": True}, {"window": (3, 0)}, {"cap": 2.0}, {"sinks": True}, {"alibi": "alibi"}, {"bias": "bias"}, {"invariant": True})]
+    tries += [base._replace(**x) for x in ({"causal": True}, {"window": (3, 0)}, {"cap": 2.0}, {"sinks": True},
+                                           {"alibi": "alibi"}, {"bias": "bias"}, {"invariant": True})]
     paged = base._replace(layout="paged", page=16, lens=((1, 37),))
-    tries += [paged._replace(page=p) for p in (1, 3, 24, 1056)] + [paged._replace(kv=k) for k in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")]
+    tries += [paged._replace(page=p) for p in (1, 3, 24, 1056)] + [paged._replace(kv=k) for k in ("e4m3", "e5m2", "e4m3fnuz",
+                                                                                                  "e5m2fnuz")]
     tries += [paged._replace(**x) for x in ({"append": True}, {"rope": 32}, {"scale": "scale"})]
     return tries
 

@@ -30,7 +30,8 @@ def gradients(call: Call, run, dout: torch.Tensor, dlse: torch.Tensor | None, do
     lift = (lambda x: x.detach().cpu().double()) if double else (lambda x: x.detach())
     leaves = {n: lift(x).clone().requires_grad_() for n, x in zip("qkv", call.args)}
     leaves |= {n: lift(call.kwargs[n]).clone().requires_grad_() for n in LEARNED if n in call.kwargs and call.kwargs[n].is_floating_point()}
-    given = call._replace(args=(*(leaves[n] for n in "qkv"), *call.args[3:])).replace(**{n: leaves[n] for n in LEARNED if n in leaves})
+    given = call._replace(args=(*(leaves[n] for n in "qkv"),
+                                *call.args[3:])).replace(**{n: leaves[n] for n in LEARNED if n in leaves})
     out, lse = run(given)
     outputs, grads = [out], [dout.to(out.dtype).to(out.device)]
     if dlse is not None:

@@ -185,7 +185,8 @@ def test_window_values(target: Target, case: Case) -> None:
 def test_windows_that_say_causal_equal_causal(target: Target, case: Case) -> None:
     """(-1, 0), (S, 0), (S - 1, 0), and causal with anything to the right, are causal."""
     call = target.build(case)
-    for kwargs in ({"causal": True}, {"window_size": (-1, 0)}, {"window_size": (case.klen, 0)}, {"window_size": (case.klen - 1, 0)},
+    for kwargs in ({"causal": True}, {"window_size": (-1, 0)}, {"window_size": (case.klen, 0)},
+                   {"window_size": (case.klen - 1, 0)},
                    {"causal": True, "window_size": (-1, 9)}, {"causal": True, "window_size": (case.klen, -1)}):
         out, lse = target.with_lse(call, **kwargs)
         target.compare(call.replace(causal=True), out, lse)
@@ -210,7 +211,8 @@ def test_no_window_touches_a_sink(target: Target, case: Case) -> None:
         raise Mismatch("a sink of 12 left the window's keys more than a trace of the weight")
 
 
-@rule("C-WINDOW", "paged-bf16-h8x2-d64-p16-q1k400-w127.0\npaged-f32-h4x2-d32-p16-q3k200*2-causal-w20.0\nvarlen-f32-h4x2-d32-q3k200+q1k90-causal-w20.0")
+@rule("C-WINDOW", "paged-bf16-h8x2-d64-p16-q1k400-w127.0\npaged-f32-h4x2-d32-p16-q3k200*2-causal-w20.0\n"
+      "varlen-f32-h4x2-d32-q3k200+q1k90-causal-w20.0")
 def test_values_left_of_the_window_do_not_matter(target: Target, case: Case) -> None:
     """Keys that no row sees become huge (finite: inside the length they are the caller's data)."""
     call = target.build(case)

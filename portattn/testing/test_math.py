@@ -42,7 +42,8 @@ def test_the_order_of_the_formula(target: Target, case: Case) -> None:
     target.check(case)
 
 
-@rule("C-ORDER", "dense-f32-h4x2-d32-q5k9*2-cap0.5-alibi\ndense-f32-h4x2-d32-q5k9*2-cap0.5-bias\nvarlen-f32-h4x2-d32-q5k9*2-cap0.5-alibi\n"
+@rule("C-ORDER", "dense-f32-h4x2-d32-q5k9*2-cap0.5-alibi\ndense-f32-h4x2-d32-q5k9*2-cap0.5-bias\n"
+      "varlen-f32-h4x2-d32-q5k9*2-cap0.5-alibi\n"
       "paged-f32-h4x2-d32-p4-q5k9*2-cap0.5-alibi")
 def test_softcap_comes_before_alibi_and_bias(target: Target, case: Case) -> None:
     """The added terms are far above the cap: capped after them, they would be lost."""
@@ -82,7 +83,8 @@ def test_sinks_of_either_type(target: Target, case: Case) -> None:
     target.check(call, sinks=sinks.float())
 
 
-@rule("C-ORDER", "dense-bf16-h2x1-d64-q4k8-cap50\ndense-f32-h2x1-d64-q4k8-cap50\nvarlen-bf16-h2x1-d64-q4k8*2-cap50\npaged-bf16-h2x1-d64-p4-q1k8-cap50")
+@rule("C-ORDER", "dense-bf16-h2x1-d64-q4k8-cap50\ndense-f32-h2x1-d64-q4k8-cap50\nvarlen-bf16-h2x1-d64-q4k8*2-cap50\n"
+      "paged-bf16-h2x1-d64-p4-q1k8-cap50")
 def test_softcap_saturates(target: Target, case: Case) -> None:
     """Scores up to 1e4: a tanh from exponentials overflows at 88 times the cap."""
     call = target.build(case)
@@ -91,7 +93,8 @@ def test_softcap_saturates(target: Target, case: Case) -> None:
     target.check(call, softmax_scale=1.0)
 
 
-@rule("C-ORDER", "dense-f16-h2x1-d16-q5k40\ndense-bf16-h2x1-d16-q5k40\nvarlen-f16-h2x1-d16-q5k40*2\npaged-f16-h2x1-d16-p16-q1k40*2")
+@rule("C-ORDER", "dense-f16-h2x1-d16-q5k40\ndense-bf16-h2x1-d16-q5k40\nvarlen-f16-h2x1-d16-q5k40*2\n"
+      "paged-f16-h2x1-d16-p16-q1k40*2")
 def test_large_logits_do_not_overflow(target: Target, case: Case) -> None:
     """q.k is beyond float16's range; then, with a bigger scale, the logits are beyond exp's."""
     call = target.build(case)
@@ -139,7 +142,8 @@ def test_weights_sum_to_one(target: Target, case: Case) -> None:
         raise Mismatch(f"V = 1: wanted 1, got {float(out.float().min()):g} .. {float(out.float().max()):g}")
 
 
-BROADCAST = ((2, 1, 8, 9), (1, 4, 8, 9), (2, 4, 1, 9), (2, 4, 8, 1), (8, 9), (9,), (4, 8, 9), (1, 1, 1, 1), (2, 4, 8, 9), (2, 1, 1, 9))
+BROADCAST = ((2, 1, 8, 9), (1, 4, 8, 9), (2, 4, 1, 9), (2, 4, 8, 1), (8, 9), (9,), (4, 8, 9), (1, 1, 1, 1), (2, 4, 8, 9),
+             (2, 1, 1, 9))
 
 
 @rule("C-ORDER", "dense-f32-h4x2-d16-q8k9*2\ndense-bf16-h4x2-d16-q8k9*2-bhsd")
@@ -258,7 +262,8 @@ def _out_of(call: Call, dtype: torch.dtype, strided: bool, device: str) -> torch
 
 
 @rule("C-DTYPE", TYPES + cases("dense-bf16-h4x2-d32-q5k0*2\ndense-f16-h4x2-d32-q9k5*2-causal\ndense-bf16-h4x2-d40-q5k9*2-bhsd\n"
-                               "varlen-bf16-h4x2-d40v24-q5k9+q3k0\npaged-bf16-h4x2-d64-p16-q5k9+q1k30-causal\npaged-f16-h4x2-d64-p16-q1k0*2"))
+                               "varlen-bf16-h4x2-d40v24-q5k9+q3k0\npaged-bf16-h4x2-d64-p16-q5k9+q1k30-causal\n"
+                               "paged-f16-h4x2-d64-p16-q1k0*2"))
 def test_out_is_filled_and_returned(target: Target, case: Case) -> None:
     """Of q's type and of float32, contiguous and strided: all rows written, nothing around them."""
     call = target.build(case)
@@ -319,7 +324,8 @@ dense-bf16-h4x2-d64-q33k65-cap2-sinks
 def test_every_argument_changes_the_result(target: Target, case: Case) -> None:
     """With it the result is right; without it, it is another one."""
     call = target.build(case)
-    given = [n for n in ("causal", "window_size", "softcap", "sinks", "alibi_slopes", "bias", "seqused_k", "rotary_cos", "k", "k_scale")
+    given = [n for n in ("causal", "window_size", "softcap", "sinks", "alibi_slopes", "bias", "seqused_k", "rotary_cos", "k",
+                         "k_scale")
              if n in call.kwargs]
     pairs = {"k": ("k", "v"), "rotary_cos": ("rotary_cos", "rotary_sin")}
     with_it, _ = target.check(call)
@@ -381,7 +387,8 @@ def declared_case(target: Target, capability, feature: str | None) -> Case | Non
     case = Case(layout, short, heads=2 * group, heads_kv=2, dim=dim, dim_v=dim_v if dim_v != dim else 0,
                 page=inside(capability.page_sizes, 16) if layout == "paged" else 0, lens=(lengths[capability.q_len[0]],) * 2)
     changes = {"causal": {"causal": True}, "window": {"window": (9, 0)}, "softcap": {"cap": 3.0}, "sinks": {"sinks": True},
-               "alibi": {"alibi": "alibi"}, "bias": {"bias": "bias"}, "rotary": {"rope": dim // 2 * 2}, "append": {"append": True},
+               "alibi": {"alibi": "alibi"}, "bias": {"bias": "bias"}, "rotary": {"rope": dim // 2 * 2},
+               "append": {"append": True},
                "kv_scale": {"scale": "scale"}, "batch_invariant": {"invariant": True}, None: {}}
     if feature == "rotary" and dim < 2:
         return None
@@ -414,7 +421,8 @@ def test_error_is_at_most_twice_plain_torchs(target: Target, case: Case) -> None
     target.check(case)
 
 
-@rule("C-TOL", "dense-bf16-h2x1-d64-q9k1025\ndense-f16-h2x1-d64-q9k1025\ndense-f32-h2x1-d64-q9k257\npaged-bf16-h8x2-d64-p16-q1k257*2\n"
+@rule("C-TOL", "dense-bf16-h2x1-d64-q9k1025\ndense-f16-h2x1-d64-q9k1025\ndense-f32-h2x1-d64-q9k257\n"
+      "paged-bf16-h8x2-d64-p16-q1k257*2\n"
       "paged-f16-h8x2-d64-p16-q1k257*2\nvarlen-bf16-h2x1-d64-q9k257*2")
 def test_values_with_a_common_offset(target: Target, case: Case) -> None:
     """V = 8 + noise: sums that are kept in 16 bits lose the noise."""

@@ -4,7 +4,7 @@ import torch
 
 from portattn import reference
 
-from .cases import INT32_MAX, Call, Case, cases
+from .cases import INT32_MAX, Call, Case
 from .target import Target, bitwise_equal, rule
 from .tolerance import Mismatch
 
@@ -45,7 +45,8 @@ def test_nothing_past_a_length_matters(target: Target, case: Case) -> None:
     target.check(case)
 
 
-@rule("C-LEN", "paged-f16-h2x1-d64-p4-q1k1+q1k3\npaged-bf16-h4x2-d64-p16-q1k37+q1k16\npaged-f32-h4x2-d32-p4-q5k9+q1k17\nvarlen-f32-h4x2-d32-q5k9+q1k33-used")
+@rule("C-LEN", "paged-f16-h2x1-d64-p4-q1k1+q1k3\npaged-bf16-h4x2-d64-p16-q1k37+q1k16\npaged-f32-h4x2-d32-p4-q5k9+q1k17\n"
+      "varlen-f32-h4x2-d32-q5k9+q1k33-used")
 def test_poison_in_k_alone_and_in_v_alone(target: Target, case: Case) -> None:
     """A kernel that cleans one of them, or one kind of number, still leaks the other."""
     for name in (1, 2):
@@ -60,7 +61,8 @@ def test_poison_in_k_alone_and_in_v_alone(target: Target, case: Case) -> None:
             target.check(call)
 
 
-@rule("C-LEN", "paged-bf16-h8x2-d64-p16-q1k5+q1k33\npaged-f32-h4x2-d32-p4-q5k9+q3k17\npaged-f32-h4x2-d32-p4-q3k9*2-append\npaged-bf16-h8x2-d64-p16-q1k0*2")
+@rule("C-LEN", "paged-bf16-h8x2-d64-p16-q1k5+q1k33\npaged-f32-h4x2-d32-p4-q5k9+q3k17\npaged-f32-h4x2-d32-p4-q3k9*2-append\n"
+      "paged-bf16-h8x2-d64-p16-q1k0*2")
 def test_table_entries_past_the_length_are_not_looked_at(target: Target, case: Case) -> None:
     for tail in (-1, INT32_MAX, -(2**31), 10**6):
         call = target.build(case)
@@ -74,10 +76,12 @@ EDGES = [*range(15, 18), *range(31, 34), *range(63, 66), *range(127, 130), *rang
 
 
 @rule("C-LEN", [Case("paged", dtype, heads=h, heads_kv=1, dim=d, page=p, kv=kv, lens=tuple((1, n) for n in EDGES), poison=True)
-                for dtype, h, d, p, kv in (("bf16", 16, 128, 16, ""), ("bf16", 16, 128, 16, "e4m3"), ("f32", 4, 32, 7, ""), ("f16", 3, 64, 64, ""))]
+                for dtype, h, d, p, kv in (("bf16", 16, 128, 16, ""), ("bf16", 16, 128, 16, "e4m3"), ("f32", 4, 32, 7, ""),
+                                           ("f16", 3, 64, 64, ""))]
       + [Case("paged", "bf16", heads=4, dim=64, page=16, lens=tuple((3, n) for n in EDGES), causal=True, poison=True)]
       + [Case("varlen", "bf16", heads=4, dim=64, lens=tuple((n, n) for n in EDGES[:9]), causal=True, poison=True)],
-      [Case("paged", "f16", heads=8, heads_kv=2, dim=128, page=16, lens=tuple((1, n) for n in range(s, s + 32)), poison=True) for s in range(1, 290, 32)])
+      [Case("paged", "f16", heads=8, heads_kv=2, dim=128, page=16, lens=tuple((1, n) for n in range(s, s + 32)),
+            poison=True) for s in range(1, 290, 32)])
 def test_lengths_around_tile_edges(target: Target, case: Case) -> None:
     target.check(case)
 
@@ -104,14 +108,16 @@ def test_an_append_lands_before_the_length_and_is_attended_to(target: Target, ca
     target.check(case)
 
 
-@rule("C-LEN", "paged-f32-h4x2-d32-p4-q3k0+q3k9\npaged-bf16-h4x2-d64-p16-q1k0+q1k5+q1k0\npaged-f32-h4x2-d32-p4-q3k1+q3k2+q3k9\npaged-f32-h4x2-d32-p4-q1k0*2")
+@rule("C-LEN", "paged-f32-h4x2-d32-p4-q3k0+q3k9\npaged-bf16-h4x2-d64-p16-q1k0+q1k5+q1k0\npaged-f32-h4x2-d32-p4-q3k1+q3k2+q3k9\n"
+      "paged-f32-h4x2-d32-p4-q1k0*2")
 def test_tokens_at_negative_positions_are_not_written(target: Target, case: Case) -> None:
     """A padded row of an engine has kv_lens 0 and table entries that point nowhere: it writes nothing and gives 0."""
     for causal in (False, True):
         call = target.build(case._replace(poison=True))
         draw, rows = target.draw(7), call.args[0].shape[:-2]
         dtype = call.args[0].dtype
-        target.check(call.replace(k=draw.normal(*rows, case.heads_kv, case.dim, dtype=dtype), v=draw.normal(*rows, case.heads_kv, case.dim, dtype=dtype),
+        target.check(call.replace(k=draw.normal(*rows, case.heads_kv, case.dim, dtype=dtype),
+                                  v=draw.normal(*rows, case.heads_kv, case.dim, dtype=dtype),
                                   causal=causal or None))
 
 
@@ -130,7 +136,8 @@ def test_an_append_that_fills_the_cache_stays_inside_it(target: Target, case: Ca
             raise Mismatch("bytes beside the cache were written")
 
 
-@rule("C-LEN", "paged-f32-h4x2-d32-p4-q5k9+q1k17-causal\nvarlen-bf16-h4x2-d64-q5k9+q1k33-causal\npaged-f32-h4x2-d32-p4-q5k9+q1k17-append")
+@rule("C-LEN", "paged-f32-h4x2-d32-p4-q5k9+q1k17-causal\nvarlen-bf16-h4x2-d64-q5k9+q1k33-causal\n"
+      "paged-f32-h4x2-d32-p4-q5k9+q1k17-append")
 def test_looser_bounds_change_nothing(target: Target, case: Case) -> None:
     """max_seqlen_* are upper bounds; a paged call may leave its own out; a table may be wider than needed."""
     call = target.build(case)
@@ -159,7 +166,8 @@ SIZES = (1, 2, 3, 5, 8, 16, 17, 32, 48, 64, 128, 256)
 
 @rule("C-PAGE", [Case("paged", "bf16", heads=8, dim=64, page=p, lens=((1, 5), (1, 130)), poison=True) for p in SIZES]
       + [Case("paged", "f32", page=p, lens=((5, 70), (1, 3), (33, 33)), causal=True, poison=True) for p in SIZES]
-      + [Case("paged", "bf16", heads=8, heads_kv=1, dim=64, page=1056, lens=((1, 1000), (1, 1057)))],
+      + [Case("paged", "bf16", heads=8, heads_kv=1, dim=64, page=1056, lens=((1, 1000), (1, 1057)))]
+      + [Case("paged", "bf16", heads=8, heads_kv=1, dim=256, page=p, lens=((1, 700),)) for p in (64, 1056)],
       [Case("paged", "f16", heads=8, dim=128, page=p, lens=((1, 300), (5, 5), (65, 130)), causal=True, poison=True, hnd=h)
        for p in (1, 3, 16, 24, 100, 256, 400, 512) for h in (False, True)])
 def test_page_sizes(target: Target, case: Case) -> None:
@@ -214,7 +222,8 @@ def test_two_appends_to_one_slot_leave_one_of_the_values(target: Target, case: C
         raise Mismatch("another slot has changed")
 
 
-def append_call(target: Target, dtype: str, page: int, slots: list[int], kv: str = "", hnd: bool = False, pages: int = 5, dim_v: int = 8, **kwargs) -> Call:
+def append_call(target: Target, dtype: str, page: int, slots: list[int], kv: str = "", hnd: bool = False, pages: int = 5,
+                dim_v: int = 8, **kwargs) -> Call:
     from .cases import cast, torch_dtype
 
     draw = target.draw(11)
@@ -260,7 +269,8 @@ def test_negative_slots_are_skipped(target: Target) -> None:
 def test_cache_append_scales_rounds_and_saturates(target: Target) -> None:
     """x / scale to nearest even, saturated, NaN kept; each kv head its own scale."""
     kinds = [kv for kv in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
-             if any({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}.get(kv, "float8_" + kv) in c.kv_dtypes for c in target.capabilities)]
+             if any({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}.get(kv,
+                 "float8_" + kv) in c.kv_dtypes for c in target.capabilities)]
     for kv in [*kinds, ""]:
         for scale in (0.25, torch.tensor(2.0, device=target.device), torch.tensor([0.5, 4.0], device=target.device)):
             call = append_call(target, "bf16", 16, [3, 20, -1, 40], kv=kv, k_scale=scale, v_scale=scale)
@@ -308,8 +318,10 @@ def test_rows_past_the_last_sequence_do_not_matter(target: Target, case: Case) -
     target.check(case)
 
 
-@rule("C-ROWS", "dense-f32-h4x2-d32-q5k9*3\ndense-bf16-h4x2-d64-q1k33*3\nvarlen-f32-h4x2-d32-q5k9+q1k33+q7k7-causal\nvarlen-bf16-h4x2-d64-q33k65+q1k33+q7k7\n"
-      "paged-f32-h4x2-d32-p4-q5k9+q1k33+q7k7-causal\npaged-bf16-h4x2-d64-p16-q1k9+q1k65+q1k3\npaged-bf16-h4x2-d64-p16-q1k9+q1k300+q1k3-splits4-sinks")
+@rule("C-ROWS", "dense-f32-h4x2-d32-q5k9*3\ndense-bf16-h4x2-d64-q1k33*3\nvarlen-f32-h4x2-d32-q5k9+q1k33+q7k7-causal\n"
+      "varlen-bf16-h4x2-d64-q33k65+q1k33+q7k7\n"
+      "paged-f32-h4x2-d32-p4-q5k9+q1k33+q7k7-causal\npaged-bf16-h4x2-d64-p16-q1k9+q1k65+q1k3\n"
+      "paged-bf16-h4x2-d64-p16-q1k9+q1k300+q1k3-splits4-sinks")
 def test_nan_of_one_sequence_reaches_no_other(target: Target, case: Case) -> None:
     """Each sequence in turn is all NaN (q, k and v); the others equal the reference."""
     for sick in range(len(case.lens)):
@@ -335,7 +347,8 @@ def test_nan_of_one_sequence_reaches_no_other(target: Target, case: Case) -> Non
         target.check(call._replace(rows=counted))
 
 
-@rule("C-ROWS", "varlen-f32-h4x2-d32-q5k9+q1k33+q7k7-causal\npaged-f32-h4x2-d32-p4-q5k9+q1k33+q7k7-causal\ndense-f32-h4x2-d32-q5k9*3-alibib\n"
+@rule("C-ROWS", "varlen-f32-h4x2-d32-q5k9+q1k33+q7k7-causal\npaged-f32-h4x2-d32-p4-q5k9+q1k33+q7k7-causal\n"
+      "dense-f32-h4x2-d32-q5k9*3-alibib\n"
       "paged-bf16-h4x2-d64-p16-q1k9+q1k65*2-alibib-scaleb\npaged-bf16-h4x2-d64-p16-q2k9+q2k65*2-alibib-scaleb-append")
 def test_each_sequence_has_its_own_slopes_scales_and_lengths(target: Target, case: Case) -> None:
     target.check(case)

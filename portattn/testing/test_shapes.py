@@ -2,7 +2,7 @@
 
 import torch
 
-from .cases import Call, Case
+from .cases import Case
 from .memory import spread
 from .target import Declined, Target, bitwise_equal, rule
 from .tolerance import Mismatch
@@ -15,8 +15,16 @@ GROUPS = ((1, 1), (2, 2), (3, 1), (9, 3), (10, 2), (12, 2), (7, 1), (14, 2), (8,
       + [Case("varlen", heads=q, heads_kv=kv, dim=16, lens=((1, 5), (5, 9))) for q, kv in GROUPS[2:7]]
       + [Case("paged", "bf16", heads=q, heads_kv=kv, dim=64, page=16, lens=((1, 33), (1, 5))) for q, kv in GROUPS],
       [Case("paged", "f16", heads=q, heads_kv=kv, dim=128, page=16, lens=((1, 300), (5, 70), (1, 1))) for q, kv in GROUPS]
-      + [Case("varlen", "bf16", heads=q, heads_kv=kv, dim=64, lens=((1, 300), (65, 70), (33, 33)), causal=True) for q, kv in GROUPS])
+      + [Case("varlen", "bf16", heads=q, heads_kv=kv, dim=64, lens=((1, 300), (65, 70), (33, 33)), causal=True) for q,
+         kv in GROUPS])
 def test_groups(target: Target, case: Case) -> None:
+    target.check(case)
+
+
+@rule("C-GQA", "dense-bf16-h32x4-d128-q1k300*8-biasb\ndense-bf16-h32x2-d128-q1k1023\ndense-bf16-h32x2-d128-q1k1024\n"
+      "paged-bf16-h32x2-d128-p16-q1k1024+q1k1023\ndense-f32-h12x2-d16-q5k1000",
+      "dense-bf16-h32x2-d128-q1k4096\ndense-bf16-h32x4-d128-q1k1500*64-biasb")
+def test_decode_of_grouped_heads_over_long_and_padded_keys(target: Target, case: Case) -> None:
     target.check(case)
 
 
@@ -38,7 +46,8 @@ def test_each_query_head_reads_its_kv_head(target: Target, case: Case) -> None:
 DIMS = (1, 3, 7, 8, 40, 72, 80, 96, 112, 120, 136, 192, 200, 256)
 
 
-@rule("C-DIM", [Case("dense", "bf16", dim=d, lens=((5, 17),), causal=True) for d in DIMS] + [Case("dense", dim=d, lens=((9, 17),)) for d in DIMS]
+@rule("C-DIM", [Case("dense", "bf16", dim=d, lens=((5, 17),), causal=True) for d in DIMS] + [Case("dense", dim=d,
+                                                                                                  lens=((9, 17),)) for d in DIMS]
       + [Case("paged", "bf16", heads=8, dim=d, page=16, lens=((1, 9), (1, 40))) for d in DIMS],
       [Case("dense", "f16", heads=8, dim=d, lens=((64, 64),), causal=True) for d in (*range(8, 257, 8), 5, 13, 33, 65, 129, 255)]
       + [Case("varlen", "f16", dim=d, lens=((33, 33), (5, 17))) for d in DIMS]
@@ -146,7 +155,8 @@ def test_a_last_stride_that_is_not_one(target: Target, case: Case) -> None:
     restrided(target, case, last_stride_two)
 
 
-@rule("C-STRIDE", "dense-f32-h4x4-d64-q3k3*7\ndense-bf16-h4x4-d64-q33k33*2-causal\ndense-f16-h4x2-d128-q7k19*2-bias\ndense-f32-h4x2-d32-q5k9*2-bhsd\n"
+@rule("C-STRIDE", "dense-f32-h4x4-d64-q3k3*7\ndense-bf16-h4x4-d64-q33k33*2-causal\ndense-f16-h4x2-d128-q7k19*2-bias\n"
+      "dense-f32-h4x2-d32-q5k9*2-bhsd\n"
       "dense-bf16-h4x2-d40-q5k9*2-bhsd-causal-w3.0-sinks", )
 def test_layouts_over_either_memory_order(target: Target, case: Case) -> None:
     """layout= says what the axes mean; memory may hold them in either order."""
@@ -162,7 +172,8 @@ def test_q_k_v_packed_in_one_tensor(target: Target, case: Case) -> None:
     target.check(call._replace(args=(*packed.unbind(-3), *call.args[3:])))
 
 
-@rule("C-STRIDE", "paged-f16-h8x2-d64-p16-q1k40*2\npaged-f32-h4x2-d32-p3-q5k9*2\npaged-bf16-h4x2-d64-p16-q5k40*2-append\npaged-bf16-h4x2-d64-p16-q1k40*2-hnd")
+@rule("C-STRIDE", "paged-f16-h8x2-d64-p16-q1k40*2\npaged-f32-h4x2-d32-p3-q5k9*2\npaged-bf16-h4x2-d64-p16-q5k40*2-append\n"
+      "paged-bf16-h4x2-d64-p16-q1k40*2-hnd")
 def test_k_and_v_pages_interleaved_in_one_tensor(target: Target, case: Case) -> None:
     call = target.build(case)
     q, k_cache, v_cache, *rest = call.args
@@ -192,12 +203,15 @@ def test_strided_tables_lengths_and_scales(target: Target, case: Case) -> None:
     target.check(call._replace(args=(q, k_cache, v_cache, table.t().contiguous().t(), lens)))
 
 
-GUARDS = [Case("dense", "f16", dim=64, heads=2, heads_kv=1, lens=((1, n),), poison=True) for n in (1, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 200, 228)] \
+GUARDS = [Case("dense", "f16", dim=64, heads=2, heads_kv=1, lens=((1, n),), poison=True) for n in (1, 15, 16, 17, 31, 33, 63, 65,
+                                                                                                   127, 128, 129, 200, 228)] \
     + [Case("dense", "f32", dim=64, heads=2, heads_kv=2, lens=((5, n),), poison=True) for n in (33, 65, 361, 364, 368)] \
-    + [Case("dense", "bf16", dim=40, heads=2, heads_kv=2, lens=((17, n),), poison=True, bhsd=True, causal=True) for n in (17, 31, 65)]
+    + [Case("dense", "bf16", dim=40, heads=2, heads_kv=2, lens=((17, n),), poison=True, bhsd=True, causal=True) for n in (17, 31,
+                                                                                                                          65)]
 
 
-@rule("C-STRIDE", GUARDS, [Case("dense", "f16", dim=64, heads=2, heads_kv=1, lens=((1, n),), poison=True) for n in range(126, 230)])
+@rule("C-STRIDE", GUARDS, [Case("dense", "f16", dim=64, heads=2, heads_kv=1, lens=((1, n),), poison=True) for n in range(126,
+                                                                                                                         230)])
 def test_nothing_beside_the_tensors_is_read(target: Target, case: Case) -> None:
     """Rows of NaN and Inf right before and after q, k and v in the same storage."""
     target.check(case)
@@ -266,7 +280,8 @@ def test_more_than_65535_sequences_or_heads(target: Target) -> None:
         ran = True
     x = draw.normal(n, 1, 8, dtype=torch.float16)
     cu = torch.arange(n + 1, dtype=torch.int32, device=target.device)
-    if any("varlen" in c.layouts for c in target.capabilities) and not bitwise_equal(target.attention_varlen(x, x, x, cu, cu, 1, 1), x):
+    if any("varlen" in c.layouts for c in target.capabilities) and not bitwise_equal(target.attention_varlen(x, x, x, cu, cu, 1,
+                                                                                                             1), x):
         raise Mismatch(f"{n} ragged sequences: out of one key is not its value")
     if not ran:
         raise Declined("layout", "dense", "none")
@@ -328,7 +343,8 @@ def largest_temporary(run, device: str) -> int:
     return largest
 
 
-@rule("C-NODROP", "dense-f32-h4x4-d8-q4096k4096\ndense-f32-h4x4-d8-q4096k4096-causal-w15.0\nvarlen-f32-h4x4-d8-q4096k4096-causal-w15.0-cap3-sinks")
+@rule("C-NODROP", "dense-f32-h4x4-d8-q4096k4096\ndense-f32-h4x4-d8-q4096k4096-causal-w15.0\n"
+      "varlen-f32-h4x4-d8-q4096k4096-causal-w15.0-cap3-sinks")
 def test_declared_linear_memory_is_linear(target: Target, case: Case) -> None:
     """Where the serving capability says memory: linear, no tensor comes near the Sq x Sk scores of all heads."""
     if any(c.memory == "quadratic" and case.layout in c.layouts for c in target.capabilities):

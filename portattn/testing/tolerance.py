@@ -1,7 +1,8 @@
 """C-TOL: how far a result may be from the float64 reference.
 
-The largest error is at most twice that of plain torch in the same dtype, plus a floor: 1e-5 of the largest value for float32, one unit
-in the last place of it for 16-bit types, whose NMSE is at most 5e-4 too. lse: twice plain torch's lse error plus 1e-5 (float32) or 2e-3.
+The largest error is at most twice that of plain torch in the same dtype, plus a floor: 1e-5 of the largest value for float32,
+one unit in the last place of it for 16-bit types, whose NMSE is at most 5e-4 too. lse: twice plain torch's lse error plus
+1e-5 (float32) or 2e-3 (16-bit).
 NaN where the reference has a number, or a number where it has NaN or an infinity, is an error whichever side it is on.
 """
 

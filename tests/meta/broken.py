@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-
 from toy import INF, Toy
 
 from portattn.errors import NoBackendError
@@ -55,13 +54,15 @@ class WindowLeftOffByOne(Toy):
 @breaks("C-WINDOW", "test_window_is_inclusive")
 class WindowRightOffByOne(Toy):
     def visible(self, call, len_q, len_k):
-        return super().visible(call._replace(window_right=max(call.window_right - 1, 0)) if call.window_right > 0 else call, len_q, len_k)
+        return super().visible(call._replace(window_right=max(call.window_right - 1, 0)) if call.window_right > 0 else call,
+                               len_q, len_k)
 
 
 @breaks("C-WINDOW", "test_window_of_one_open_side")
 class WindowOnlyWithBothSides(Toy):
     def visible(self, call, len_q, len_k):
-        return super().visible(call if min(call.window_left, call.window_right) >= 0 else call._replace(window_left=-1, window_right=-1), len_q, len_k)
+        return super().visible(call if min(call.window_left, call.window_right) >= 0 else call._replace(window_left=-1,
+            window_right=-1), len_q, len_k)
 
 
 @breaks("C-WINDOW", "test_no_window_touches_a_sink")
@@ -161,7 +162,8 @@ class AlibiFromTheTopLeft(Toy):
     def scores(self, call, q, k, b):
         slopes = self.slopes(call, b)
         s = super().scores(call._replace(alibi_slopes=None), q, k, b)
-        return s if slopes is None else s - slopes.float()[:, None, None] * (torch.arange(len(q))[:, None] - torch.arange(len(k))).abs()
+        return s if slopes is None else s - slopes.float()[:, None,
+                                                           None] * (torch.arange(len(q))[:, None] - torch.arange(len(k))).abs()
 
 
 @breaks("C-ORDER", "test_the_sink_is_not_scaled")
@@ -295,7 +297,8 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
 @breaks("C-STRIDE", "beyond_32_bits_between_batches")
 class Int32OffsetsBetweenBatches(Toy):
     def attention(self, call, bound):
-        return super().attention(call._replace(k=wrapped(call.k)) if call.block_table is None and call.q.dim() == 4 else call, bound)
+        return super().attention(call._replace(k=wrapped(call.k)) if call.block_table is None and call.q.dim() == 4 else call,
+                                 bound)
 
 
 @breaks("C-STRIDE", "beyond_32_bits_between_pages")
@@ -355,7 +358,7 @@ class UnusedSlotsLeak(Toy):
     def read(self, cache, table, length, scale, b):
         rows = super().read(cache, table, length, scale, b)
         if length % cache.shape[1]:
-            last = cache.view(torch.uint8)[int(table[length // cache.shape[1]])].view(cache.dtype) if cache.element_size() == 1 else cache[int(table[length // cache.shape[1]])]
+            last = cache[int(table[length // cache.shape[1]])]
             rows = rows + 0 * last[length % cache.shape[1] :].float().sum(0)
         return rows
 
@@ -406,7 +409,8 @@ class PageIdsOf16Bits(Toy):
 @breaks("C-PAGE", "test_negative_slots")
 class MinusOneWritesTheLastSlot(Toy):
     def cache_append(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound):
-        super().cache_append(k, v, k_cache, v_cache, slot_mapping % (k_cache.shape[0] * k_cache.shape[1]), k_scale, v_scale, bound)
+        super().cache_append(k, v, k_cache, v_cache, slot_mapping % (k_cache.shape[0] * k_cache.shape[1]), k_scale, v_scale,
+                             bound)
 
 
 @breaks("C-PAGE", "test_cache_append_scales")
@@ -460,7 +464,8 @@ class AttendsToUnturnedKeys(Toy):
     def attention(self, call, bound):
         if call.k_new is None or call.rotary_cos is None:
             return super().attention(call, bound)
-        got = super().attention(call._replace(k=call.k.clone(), rotary_cos=torch.ones_like(call.rotary_cos), rotary_sin=torch.zeros_like(call.rotary_sin)), bound)
+        got = super().attention(call._replace(k=call.k.clone(), rotary_cos=torch.ones_like(call.rotary_cos),
+                                              rotary_sin=torch.zeros_like(call.rotary_sin)), bound)
         super().attention(call._replace(out=None), bound)  # the cache itself is right
         return got
 
@@ -517,7 +522,8 @@ class MergeOverflows(Toy):
     def merge_states(self, outs, lses, sinks, bound):
         weight = torch.exp(lses)
         total = weight.sum(0) + (0 if sinks is None else torch.exp(sinks.float()))
-        return ((weight[..., None] * outs.float().nan_to_num()).sum(0) / total[..., None].clamp(min=1e-38)).to(outs.dtype), total.log()
+        return ((weight[..., None] * outs.float().nan_to_num()).sum(0) / total[...,
+                                                                               None].clamp(min=1e-38)).to(outs.dtype), total.log()
 
 
 @breaks("C-MERGE", "test_merge_with_sinks")

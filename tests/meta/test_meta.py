@@ -56,7 +56,8 @@ def test_every_rule_has_tests():
 
 
 def test_a_backend_that_declines_everything_is_not_green(backend):
-    report = runner.run(backend(name="never", dtypes=("float16",), layouts=("dense",), head_dims=__import__("portattn.capability").capability.Range(values=(999,))),
+    report = runner.run(backend(name="never", dtypes=("float16",), layouts=("dense",),
+                                head_dims=__import__("portattn.capability").capability.Range(values=(999,))),
                         text="C-LEN")
     assert report.count("declined") and not report.count("passed") and not report.count("failed")
     assert report.exit_code == runner.NOTHING
@@ -82,7 +83,8 @@ def test_declined_is_apart_from_failed_and_carries_codes(backend):
 
 def test_a_backend_that_declares_little_passes_with_little(backend):
     for rule in ("C-ALIGN", "C-NODROP", "C-GRAD", "C-SPLIT", "C-ERR"):
-        report = runner.run(backend(name=f"small{rule[2:].lower()}", layouts=("dense",), dtypes=("float32",), kv_dtypes=(), features=("causal",)), text=rule)
+        report = runner.run(backend(name=f"small{rule[2:].lower()}", layouts=("dense",), dtypes=("float32",), kv_dtypes=(),
+                                    features=("causal",)), text=rule)
         assert report.exit_code == runner.GREEN, runner.summary(report)
 
 
@@ -108,9 +110,11 @@ def test_the_command_lists_runs_and_reports(backend, tmp_path, capsys):
     assert len(lines) > 10 and all(line.startswith("C-WINDOW") for line in lines)
 
 
-@pytest.mark.parametrize("argv", [[], ["--backend", "nobody"], ["--backend", "toy", "--level", "slow"], ["--backend", "toy", "--filter", "nothing like it"],
+@pytest.mark.parametrize("argv", [[], ["--backend", "nobody"], ["--backend", "toy", "--level", "slow"],
+                                  ["--backend", "toy", "--filter", "nothing like it"],
                                   ["--backend", "toy", "--device", "toaster"], ["--backend", "toy", "--xfails", "no such file"],
-                                  ["--backend", "toy", "--case", "dense-f32-oops"], ["--backend", "toy", "--record", "--filter", "C-GQA"]])
+                                  ["--backend", "toy", "--case", "dense-f32-oops"],
+                                  ["--backend", "toy", "--record", "--filter", "C-GQA"]])
 def test_wrong_usage_has_its_own_exit_code(backend, argv, capsys):
     backend()
     assert runner.main(argv) == runner.USAGE
@@ -146,7 +150,8 @@ def test_recording_keeps_the_manifest_and_replaces_the_same_run(backend, tmp_pat
     folder.mkdir()
     file = folder / "backend.yaml"
     file.write_text("schema: 1  # kept\nname: toy\ntitle: T\npriority: 1\ncapabilities:\n  - {id: a, layouts: [dense], dtypes: [float32]}\n")
-    report = runner.Report("toy", "cpu", "quick", (runner.Result("t", "C-TOL", "passed"), runner.Result("u", "C-TOL", "declined")))
+    report = runner.Report("toy", "cpu", "quick", (runner.Result("t", "C-TOL", "passed"), runner.Result("u", "C-TOL",
+                                                                                                        "declined")))
     for _ in range(2):
         runner.record(report, str(file))
     runner.record(report._replace(level="full"), str(file))

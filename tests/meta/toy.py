@@ -17,7 +17,8 @@ INF = float("inf")
 
 def manifest(name: str, **changes) -> Manifest:
     """All features, any head dim; `changes` are fields of its one capability."""
-    fields = dict(id="all", layouts=("dense", "varlen", "paged", "cache_append", "merge_states"), dtypes=("float32", "float16", "bfloat16"),
+    fields = dict(id="all", layouts=("dense", "varlen", "paged", "cache_append", "merge_states"),
+                  dtypes=("float32", "float16", "bfloat16"),
                   kv_dtypes=KV_DTYPES, head_dims=Range(max=576), features=FEATURES, memory="quadratic")
     return Manifest(name, f"toy {name}", -1000, (Capability(**{**fields, **changes}),))
 
@@ -115,7 +116,8 @@ class Toy:
             return x
         half, at = call.rotary_cos.shape[1], at.clamp(min=0).to(x.device)
         c, s = call.rotary_cos.float()[at][:, None], call.rotary_sin.float()[at][:, None]
-        pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if call.rotary_interleaved else (slice(0, half), slice(half, 2 * half))
+        pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if call.rotary_interleaved else (slice(0, half),
+                                                                                                slice(half, 2 * half))
         out = x.float().clone()
         a, b = x[..., pairs[0]].float(), x[..., pairs[1]].float()
         out[..., pairs[0]], out[..., pairs[1]] = a * c - b * s, b * c + a * s
@@ -178,7 +180,8 @@ class Toy:
                 k, v, q_b = self.flat(call.k)[keys], self.flat(call.v)[keys], q[rows]
             parts.append(self.sequence(call, b, q_b, k, v))
         rest = len(q) - sum(len(p[0]) for p in parts)
-        parts.append((q.new_zeros(rest, q.shape[1], call.v.shape[-1], dtype=torch.float32), q.new_zeros(rest, q.shape[1], dtype=torch.float32)))
+        parts.append((q.new_zeros(rest, q.shape[1], call.v.shape[-1], dtype=torch.float32),
+                      q.new_zeros(rest, q.shape[1], dtype=torch.float32)))
         out, lse = (torch.cat(x) for x in zip(*parts))
         return self.finish(call, out.view(*call.q.shape[:-1], call.v.shape[-1]), lse.reshape(call.q.shape[:-1]))
 

@@ -29,7 +29,8 @@ def installed(tmp_path_factory):
 
 def python(site, *argv, cwd, **env):
     path = os.pathsep.join([str(site), ROOT])
-    return subprocess.run([sys.executable, *argv], cwd=cwd, env={**os.environ, "PYTHONPATH": path, "PORTATTN_CACHE": str(cwd), **env},
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env={**os.environ, "PYTHONPATH": path, "PORTATTN_CACHE": str(cwd),
+                                                                 **env},
                           capture_output=True, text=True, timeout=280)
 
 
@@ -43,7 +44,8 @@ def test_it_is_found_and_serves(installed, tmp_path):
 
 
 def test_it_passes_the_suite_for_what_it_declares(installed, tmp_path):
-    done = python(installed, "-m", "portattn", "conformance", "--backend", "naive_attention", "--json", str(tmp_path / "report.json"), cwd=tmp_path)
+    done = python(installed, "-m", "portattn", "conformance", "--backend", "naive_attention", "--json",
+                  str(tmp_path / "report.json"), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["counts"]["failed"] == 0 and report["counts"]["passed"] > 200
@@ -53,7 +55,8 @@ def test_it_passes_the_suite_for_what_it_declares(installed, tmp_path):
 
 
 def test_pytest_runs_the_suite_on_it(installed, tmp_path):
-    done = python(installed, "-m", "pytest", "-p", "portattn.testing.plugin", "--pyargs", "portattn.testing", "--portattn-backend", "naive_attention",
+    done = python(installed, "-m", "pytest", "-p", "portattn.testing.plugin", "--pyargs", "portattn.testing",
+                  "--portattn-backend", "naive_attention",
                   "--portattn-device", "cpu", "-q", "-k", "C_ALIGN or bottom_right or merge_of_any", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout and "skipped" in done.stdout

@@ -19,7 +19,8 @@ def sequence(call, q, k, v):
     s = call.softmax_scale * torch.einsum("ihd,jhd->hij", q.float(), k)
     if call.softcap:
         s = call.softcap * torch.tanh(s / call.softcap)
-    ahead = torch.arange(len(k), device=q.device) - (torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q))  # key - position
+    ahead = torch.arange(len(k), device=q.device) - (torch.arange(len(q), device=q.device)[:,
+        None] + len(k) - len(q))  # key - position
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if call.window_left >= 0:
         hidden |= ahead < -call.window_left
