@@ -126,7 +126,7 @@ def _dense_small(call: Call, bound, host: bool):
 
 
 def _dense_grad(call: Call, bound, host: bool):
-    out, lse = grad.attention(call.q, call.k, call.v, rules_of(call))
+    out, lse = grad.attention(call.q, call.k, call.v, rules_of(call), alone=call.batch_invariant)
     return (out, lse) if call.return_lse else out
 
 
@@ -213,7 +213,7 @@ def _varlen_grad(call: Call, bound, host: bool):
         out, lse = grad.varlen(call.q, call.k, call.v, rules, starts_q, starts_k, ends_k)
     else:
         ragged, starts_k = _ragged(call)
-        out, lse = grad.varlen_lengths(ragged, call.k, call.v, starts_k, rules)
+        out, lse = grad.varlen_lengths(ragged, call.k, call.v, starts_k, rules, call.batch_invariant)
     return (out, lse) if call.return_lse else out
 
 

@@ -17,15 +17,15 @@ class _Attention(torch.autograd.Function):
     """Dense attention (B, S, H, D) with lse; `lens` (q_lens, k_lens), int64 (B,) on the device, or None: all rows and keys count."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, sinks, rules: Rules, lens, limit):
+    def forward(ctx, q, k, v, bias, slopes, sinks, rules: Rules, lens, limit, alone):
         rules = rules._replace(bias=bias, slopes=slopes, sinks=sinks)
         (batch, sq, hq, _), dim_v = q.shape, v.shape[-1]
         out = q.new_empty(batch, sq, hq, dim_v)
         lse = torch.empty(batch, sq, hq, dtype=torch.float32, device=q.device)
         if lens is None:
-            tiled.attend(q, k, v, rules, out, lse, limit)
+            tiled.attend(q, k, v, rules, out, lse, limit, alone)
         else:
-            _forward_lengths(q, k, v, rules, lens, out, lse, limit)
+            _forward_lengths(q, k, v, rules, lens, out, lse, limit, alone)
         ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse)
         ctx.rules, ctx.lens, ctx.limit = rules._replace(bias=None, slopes=None, sinks=None), lens, limit
         return out, lse
@@ -37,23 +37,24 @@ class _Attention(torch.autograd.Function):
         rules = ctx.rules._replace(bias=bias, slopes=slopes, sinks=sinks)
         need = (ctx.needs_input_grad[3], ctx.needs_input_grad[4])
         grads = _backward(q, k, v, rules, ctx.lens, out, lse, d_out, d_lse, need, ctx.limit)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, lens: tuple[Tensor, Tensor] | None = None,
-              limit: tiled.Limits | None = None) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, Dv) and lse (B, Sq, Hq), differentiable in q, k, v, bias, slopes and sinks, once."""
-    return _Attention.apply(q, k, v, rules.bias, rules.slopes, rules.sinks, rules._replace(bias=None, slopes=None, sinks=None), lens, limit)
+              limit: tiled.Limits | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) and lse (B, Sq, Hq), differentiable in q, k, v, bias, slopes and sinks, once; `alone` as in tiled.attend."""
+    return _Attention.apply(q, k, v, rules.bias, rules.slopes, rules.sinks, rules._replace(bias=None, slopes=None, sinks=None), lens, limit,
+                            alone)
 
 
-def _forward_lengths(q, k, v, rules, lens, out, lse, limit) -> None:
-    (batch, sq, hq, dim), sk = q.shape, k.shape[1]
+def _forward_lengths(q, k, v, rules, lens, out, lse, limit, alone) -> None:
+    (batch, sq, hq, _), sk = q.shape, k.shape[1]
     start = torch.arange(batch, device=q.device)
     fetch_k, fetch_v = (lengths.rows_of(x.flatten(0, 1), start * sk) for x in (k, v))
     ragged = lengths.Ragged(q.flatten(0, 1), start * sq, *lens, sq, sk)
     # Rows past a length get lse -inf, and so give no gradient.
     lengths.attend(ragged, k.shape[2], v.shape[3], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules,
-                   out.view(-1, hq, v.shape[3]), lse.view(-1, hq), limit or tiled.limits(q.device))
+                   out.view(-1, hq, v.shape[3]), lse.view(-1, hq), limit or tiled.limits(q.device), alone)
 
 
 def _backward(q, k, v, rules, lens, out, lse, d_out, d_lse, need, limit):
@@ -182,7 +183,7 @@ def _split(x: Tensor, starts: list[int]) -> tuple[Tensor, ...]:
     return x.split([*sizes, x.shape[0] - starts[-1]])
 
 
-def varlen_lengths(r: lengths.Ragged, k: Tensor, v: Tensor, starts_k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+def varlen_lengths(r: lengths.Ragged, k: Tensor, v: Tensor, starts_k: Tensor, rules: Rules, alone: bool) -> tuple[Tensor, Tensor]:
     """As `varlen`, with lengths on the device: each sequence padded to the bounds by gathers that are differentiable."""
     total, hq, _ = r.q.shape
     dim_v, device = v.shape[2], r.q.device
@@ -196,7 +197,7 @@ def varlen_lengths(r: lengths.Ragged, k: Tensor, v: Tensor, starts_k: Tensor, ru
             q_b = r.q.index_select(0, q_at).masked_fill(exists.logical_not()[:, None, None], 0)
             k_b, v_b = (x.index_select(0, k_at).masked_fill(there.logical_not()[:, None, None], 0) for x in (k, v))
             own = rules._replace(slopes=rules.slopes[b]) if rules.slopes is not None and rules.slopes.dim() == 2 else rules
-            out, lse = attention(q_b[None], k_b[None], v_b[None], own, (r.q_lens[b : b + 1], r.k_lens[b : b + 1]))
+            out, lse = attention(q_b[None], k_b[None], v_b[None], own, (r.q_lens[b : b + 1], r.k_lens[b : b + 1]), None, alone)
             parts.append(out[0])
             parts_lse.append(lse[0])
             rows.append((r.starts[b] + i).masked_fill(exists.logical_not(), total))

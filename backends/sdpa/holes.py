@@ -14,7 +14,6 @@ import torch
 
 from portattn.device import vendor
 
-
 Version = tuple[int, int]
 ALWAYS: Version = (99, 0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import randn, sdpa
 
 import portattn
-from conftest import randn, sdpa
 from portattn import reference
 
 INF = float("inf")

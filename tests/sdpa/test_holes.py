@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 import torch
+from conftest import check, randn, sdpa
 
 import portattn
-from conftest import check, randn, sdpa
 from portattn.problem import Call
 
 holes, fused, tiled, arith = sdpa.holes, sdpa.fused, sdpa.tiled, sdpa.arith

@@ -7,11 +7,11 @@ import pathlib
 import pytest
 import torch
 import yaml
+from conftest import check, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import portattn
-from conftest import check, randn, sdpa
 
 FACTS = yaml.safe_load(pathlib.Path(__file__).with_name("mps_ops.yaml").read_text(encoding="utf-8"))
 DTYPES = {getattr(torch, name) for name in FACTS["dtypes"]}

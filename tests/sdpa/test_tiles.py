@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
+from conftest import check, randn, sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import portattn
-from conftest import check, randn, sdpa
 from portattn import reference
 from portattn.testing.tolerance import close_lse, close_out
 
