@@ -89,6 +89,16 @@ def widened(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
+    """float32 to the dtype of q, to nearest even; by hand for bfloat16 in the interpreter, which would cut the bits off."""
+    if BY_HAND and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def product(a, b, acc, IEEE: tl.constexpr):
     """acc + a @ b in float32. IEEE: no TF32, and the only way that is right for bfloat16 in the interpreter."""
     if IEEE:
@@ -217,7 +227,7 @@ def step(
         s = product(q2, tl.trans(k2), s, IEEE)
 
     if SOFTCAP or ALIBI or BIAS != "none":
-        s = s * c  # in units of log 2
+        s = s * c
         if SOFTCAP:
             s = cap * tanh(s / cap)
         if ALIBI:
@@ -227,7 +237,7 @@ def step(
             if BIAS == "bool":
                 s = tl.where(b != 0, s, float("-inf"))
             else:
-                s = s + b.to(tl.float32) * LOG2E
+                s = s + b.to(tl.float32)
     if MASKS == "always":
         s = masked(s, j, row_lo, row_hi, LEFT)
     elif MASKS == "edges":
@@ -236,10 +246,11 @@ def step(
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
     if SOFTCAP or ALIBI or BIAS != "none":
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
+        p = tl.exp2((s - base[:, None]) * LOG2E)
+        shrink = tl.exp2((top - base) * LOG2E)
     else:  # see Numerics
-        factor = tl.where(tl.abs(base * c) < 16777216.0, c, tl.exp2(tl.floor(tl.log2(c))))
+        c2 = c * LOG2E
+        factor = tl.where(tl.abs(base * c2) < 16777216.0, c2, tl.exp2(tl.floor(tl.log2(c2))))
         p = tl.exp2(tl.fma(s, tl.broadcast_to(factor[:, None], s.shape), tl.broadcast_to(-(base * factor)[:, None], s.shape)))
         shrink = tl.exp2((top - base) * factor)
     if DEFER:  # summed over keys once, at the end: saves an exchange between warps per tile
@@ -255,7 +266,7 @@ def step(
             v = v_desc.load([k_first + n, v_col])
         else:
             v = widened(load_rows(v_row, inside, v_dims, DV, BDV > DV, MASKS), FORMAT, q.dtype)
-    acc = product(p.to(q.dtype), v, acc * shrink[:, None], IEEE)
+    acc = product(narrow(p, q.dtype, IEEE), v, acc * shrink[:, None], IEEE)
     return acc, den, new_top
 
 
@@ -270,7 +281,7 @@ def walk(
     FLIP: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Rows row0 .. row0 + BM of one kv head over keys lo .. hi. Pointers stand at the sequence (bias: at its batch entry),
-    k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the maximum in units of log 2."""
+    k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the largest logit."""
     rows = row0 + tl.arange(0, BM)
     cols = tl.arange(0, BN)
     i = rows // G
@@ -283,7 +294,7 @@ def walk(
     q_at = i * q_s + head * q_h
     mask = row_ok[:, None] & (dims[None, :] < D)
     if ROTARY > 0:
-        q = rotated(q_ptr, q_at, dims, mask, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED).to(q_ptr.dtype.element_ty)
+        q = narrow(rotated(q_ptr, q_at, dims, mask, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED), q_ptr.dtype.element_ty, IEEE)
     else:
         q = tl.load(q_ptr + (q_at[:, None] + dims[None, :]), mask=mask, other=0.0)
     q2 = q
@@ -291,7 +302,7 @@ def walk(
         dims2 = BD + tl.arange(0, BD2)
         mask2 = row_ok[:, None] & (dims2[None, :] < D)
         if ROTARY > 0:
-            q2 = rotated(q_ptr, q_at, dims2, mask2, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED).to(q_ptr.dtype.element_ty)
+            q2 = narrow(rotated(q_ptr, q_at, dims2, mask2, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED), q_ptr.dtype.element_ty, IEEE)
         else:
             q2 = tl.load(q_ptr + (q_at[:, None] + dims2[None, :]), mask=mask2, other=0.0)
 
@@ -304,7 +315,7 @@ def walk(
         c = tl.maximum(tl.abs(c), 1e-30)  # a scale of 0: every visible key weighs the same, -inf stays -inf
     slope = rows.to(tl.float32)
     if ALIBI:
-        slope = tl.load(alibi + head, mask=row_ok, other=0.0) * LOG2E
+        slope = tl.load(alibi + head, mask=row_ok, other=0.0)
     bias_row = i  # unused unless there is a bias
     if BIAS != "none":
         bias_row = bias + (head * bias_h + i * bias_q)
@@ -384,7 +395,7 @@ def walk(
 
 @triton.jit
 def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_q, G: tl.constexpr, R: tl.constexpr,
-           DV: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
+           DV: tl.constexpr, BDV: tl.constexpr, BY_HAND: tl.constexpr):  # fmt: skip
     """Sink, division, stores. out stands at the sequence, lse at its first row."""
     rows = row0 + tl.arange(0, R)
     dims = tl.arange(0, BDV)
@@ -393,21 +404,20 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
     ok = rows < len_q * G
     alone = den == 0.0  # the row saw no key
     if sinks is not None:
-        natural = tl.load(sinks + head, mask=ok, other=float("-inf")).to(tl.float32)
-        sink = natural * LOG2E
+        sink = tl.load(sinks + head, mask=ok, other=float("-inf")).to(tl.float32)
         largest = tl.maximum(top, sink)
         base = tl.where(largest == float("-inf"), 0.0, largest)
-        shrink = tl.exp2(top - base)
+        shrink = tl.exp2((top - base) * LOG2E)
         acc = acc * shrink[:, None]
-        den = den * shrink + tl.exp2(sink - base)
+        den = den * shrink + tl.exp2((sink - base) * LOG2E)
         top = largest
     acc = acc * (v_factor / tl.where(den == 0.0, 1.0, den))[:, None]
     o_at = out + (i * o_s + head * o_h)[:, None] + dims[None, :]
-    tl.store(o_at, acc.to(out.dtype.element_ty), mask=ok[:, None] & (dims[None, :] < DV))
+    tl.store(o_at, narrow(acc, out.dtype.element_ty, BY_HAND), mask=ok[:, None] & (dims[None, :] < DV))
     if lse is not None:
-        value = (top + tl.log2(tl.where(den == 0.0, 1.0, den))) * LN2
+        value = top + tl.log2(tl.where(den == 0.0, 1.0, den)) * LN2
         if sinks is not None:
-            value = tl.where(alone, natural, value)
+            value = tl.where(alone, sink, value)
         else:
             value = tl.where(alone, float("-inf"), value)
         tl.store(lse + (i * heads_q + head), value, mask=ok)
@@ -591,7 +601,7 @@ def program(
                 bias = bias + wide * bias_b
             if alibi is not None:
                 alibi = alibi + b * alibi_b
-            c = scale * LOG2E
+            c = scale
             if k_scale is not None:
                 c = c * tl.load(k_scale + b * ks_b + kvh * ks_h)
             if v_scale is not None:
@@ -599,7 +609,7 @@ def program(
 
             acc, den, top = walk(
                 q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
-                c, softcap * LOG2E, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
+                c, softcap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
                 G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
                 FORMAT, V_IN_K, IEEE, DEFER, LOOPS, FLIP, not PAGED and cu_k is None)  # fmt: skip
 
@@ -635,17 +645,17 @@ def program(
                                                 cache_modifier=".cg")  # fmt: skip
                                     new = tl.maximum(mtop, tl.max(t, 0))
                                     base = tl.where(new == float("-inf"), 0.0, new)
-                                    w = tl.exp2(t - base[None, :])
-                                    shrink = tl.exp2(mtop - base)
+                                    w = tl.exp2((t - base[None, :]) * LOG2E)
+                                    shrink = tl.exp2((mtop - base) * LOG2E)
                                     mden = mden * shrink + tl.sum(w * d, 0)
                                     macc = macc * shrink[:, None] + tl.sum(w[:, :, None] * x, 0)
                                     mtop = new
                                 finish(macc, mden, mtop, out, lse, sinks, v_factor, o_s, o_h, row0 + r, kvh, len_q, heads_kv * G, G, MERGE_ROWS,
-                                       DV, BDV)  # fmt: skip
+                                       DV, BDV, IEEE)  # fmt: skip
                 else:
-                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV)
+                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV, IEEE)
             else:
-                finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV)
+                finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV, IEEE)
 
 
 @triton.jit
@@ -709,7 +719,7 @@ def append(
     kn_b, kn_s, kn_h, vn_b, vn_s, vn_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b, ks_b, ks_h, vs_b, vs_h, cos_s,
     batch, len_q, page_size, tokens, heads,
     BT: tl.constexpr, BB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Writes new keys and values into a paged cache: stored = x / scale, after rotary. One program a kv head and BT tokens.
 
@@ -778,15 +788,16 @@ def append(
     k_to = k + (page * k_b + inside * k_s + head * k_h)[:, None] + dims[None, :]
     v_to = v + (page * v_b + inside * v_s + head * v_h)[:, None] + v_dims[None, :]
     if FORMAT == "same":
-        tl.store(k_to, x.to(k.dtype.element_ty), mask=mask)
-        tl.store(v_to, y.to(v.dtype.element_ty), mask=v_mask)
+        tl.store(k_to, narrow(x, k.dtype.element_ty, BY_HAND), mask=mask)
+        tl.store(v_to, narrow(y, v.dtype.element_ty, BY_HAND), mask=v_mask)
     else:
         tl.store(k_to, encode_fp8(x, FORMAT), mask=mask)
         tl.store(v_to, encode_fp8(y, FORMAT), mask=v_mask)
 
 
 @triton.jit
-def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr):
+def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+          BY_HAND: tl.constexpr):  # fmt: skip
     """outs (parts, rows, DV) and lses (parts, rows) contiguous, in natural logarithms; row r is head r % heads."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     dims = tl.arange(0, BDV)
@@ -816,5 +827,5 @@ def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.c
         acc = acc * shrink[:, None]
         top = new
     acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
-    tl.store(out + r[:, None] * DV + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + r, tl.where(den == 0.0, float("-inf"), (top + tl.log2(tl.where(den == 0.0, 1.0, den))) * LN2), mask=ok)
+    tl.store(out + r[:, None] * DV + dims[None, :], narrow(acc, out.dtype.element_ty, BY_HAND), mask=mask)
+    tl.store(lse + r, tl.where(den == 0.0, float("-inf"), top + tl.log2(tl.where(den == 0.0, 1.0, den)) * LN2), mask=ok)

@@ -155,8 +155,11 @@ def _needs_scratch(metadata: Any) -> bool:
                 or getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False))  # fmt: skip
 
 
+_one_at_a_time = threading.Lock()
+
+
 class Interpreted:
-    """The same calls under TRITON_INTERPRET=1; pointers are tensors."""
+    """The same calls under TRITON_INTERPRET=1; pointers are tensors. The interpreter patches Triton while it runs: one thread."""
 
     def __init__(self, spec: Spec, fixed: Sequence[float], grid: int):
         from . import kernels
@@ -165,4 +168,5 @@ class Interpreted:
 
     def __call__(self, stream: int, *changing: Any) -> None:
         values = dict(zip((name for name, _ in self.spec.types), (*changing, *self.fixed)))
-        self.fn[(self.grid,)](**values, **dict(self.spec.constants))
+        with _one_at_a_time:
+            self.fn[(self.grid,)](**values, **dict(self.spec.constants))

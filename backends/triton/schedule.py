@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .launch import POINTER, Spec
+from .launch import POINTER, Spec, interpreting
 
 SPLIT_ROWS = 64  # calls with at most this many packed rows a sequence run as split programs
 INVARIANT_KEYS = 1024  # batch_invariant: keys a part, whatever the batch
@@ -308,7 +308,7 @@ def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, r
     bd, bdv = pow2(d, 16), pow2(dv, 16)
     constants = {name: None for name, kind in types.items() if not kind} | {
         "BT": max(1, min(16, 4096 // max(bd, bdv))), "BB": search, "D": d, "DV": dv, "BD": bd, "BDV": bdv, "ROTARY": rotary,
-        "INTERLEAVED": interleaved, "FORMAT": FORMATS[kv_dtype] if eight else "same",
+        "INTERLEAVED": interleaved, "FORMAT": FORMATS[kv_dtype] if eight else "same", "BY_HAND": interpreting(),
     }  # fmt: skip
     runtime = [(name, kind) for name, kind in types.items() if kind] + [("k_divisor", "fp32"), ("v_divisor", "fp32")]
     runtime += [(name, "i64") for name in APPEND_STRIDES] + [(name, "i32") for name in APPEND_SIZES]
@@ -324,6 +324,6 @@ def merge_spec(*, dtype: torch.dtype, sinks: torch.dtype | None, dv: int) -> Spe
     """The specialisation of `merge`."""
     bdv = pow2(dv, 16)
     runtime = [("outs", POINTER[dtype]), ("lses", "*fp32"), ("sinks", sinks and POINTER[sinks]), ("out", POINTER[dtype]), ("lse", "*fp32")]
-    constants = {name: None for name, kind in runtime if not kind} | {"BR": max(1, min(16, 4096 // bdv)), "DV": dv, "BDV": bdv}
+    constants = {name: None for name, kind in runtime if not kind} | {"BR": max(1, min(16, 4096 // bdv)), "DV": dv, "BDV": bdv, "BY_HAND": interpreting()}
     types = [item for item in runtime if item[1]] + [("parts", "i32"), ("rows", "i32"), ("heads", "i32"), ("part_stride", "i64")]
     return Spec("merge", tuple(types), tuple(constants.items()), (), 4, 1)
