@@ -54,8 +54,14 @@ def _route(call: Call, bound):
     if bound.problem.grad:
         return _varlen_grad if ragged else _dense_grad
     state["fused"] = not _declined(call)
-    state["plain"] = (state["fused"] and call.window_left < 0 and call.alibi_slopes is None and call.sinks is None and not call.batch_invariant
-                      and call.k.dtype == call.q.dtype)
+    state["plain"] = (
+        state["fused"]
+        and call.window_left < 0
+        and call.alibi_slopes is None
+        and call.sinks is None
+        and not call.batch_invariant
+        and call.k.dtype == call.q.dtype
+    )
     if paged_call:
         one = state["host"] and state["plain"] and call.cu_seqlens_q is None and call.q.shape[1] == 1 and call.q.is_contiguous()
         simple = call.k_new is None and call.rotary_cos is None and call.k_scale is None and call.v_scale is None
@@ -71,8 +77,14 @@ def _route(call: Call, bound):
 
 def _declined(call: Call) -> str:
     device = call.q.device
-    return fused.declined(holes.kind(device), facts(device).arch, call.q.dtype, call.q.shape[-1], call.v.shape[-1],
-                          call.softcap == 0 and call.bias is None)
+    return fused.declined(
+        holes.kind(device),
+        facts(device).arch,
+        call.q.dtype,
+        call.q.shape[-1],
+        call.v.shape[-1],
+        call.softcap == 0 and call.bias is None,
+    )
 
 
 def _fused_dense(call: Call, plain: bool) -> bool:
@@ -150,8 +162,17 @@ def _varlen(call: Call, bound, host: bool):
     fetch_k, fetch_v = lengths.rows_of(k, starts_k), lengths.rows_of(v, starts_k)
     if k.shape[0] == 0:
         ragged = ragged._replace(max_k=0)
-    lengths.attend(ragged, k.shape[1], v.shape[2], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules, out, lse,
-                   tiled.limits(q.device), call.batch_invariant)
+    lengths.attend(
+        ragged,
+        k.shape[1],
+        v.shape[2],
+        lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)),
+        rules,
+        out,
+        lse,
+        tiled.limits(q.device),
+        call.batch_invariant,
+    )
     return _result(out, lse)
 
 
@@ -201,9 +222,20 @@ def _ragged(call: Call) -> tuple[lengths.Ragged, Tensor]:
     q_lens, k_lens = cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]
     if call.seqused_k is not None:
         k_lens = call.seqused_k.to(torch.int64).clamp(min=0)
-    square = call.seqused_k is None and call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr() and call.max_seqlen_q == call.max_seqlen_k
-    return lengths.Ragged(call.q, cu_q[:-1], q_lens, k_lens, min(call.max_seqlen_q, call.q.shape[0]),
-                          min(call.max_seqlen_k, call.k.shape[0]), square), cu_k[:-1]
+    square = (
+        call.seqused_k is None
+        and call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()
+        and call.max_seqlen_q == call.max_seqlen_k
+    )
+    return lengths.Ragged(
+        call.q,
+        cu_q[:-1],
+        q_lens,
+        k_lens,
+        min(call.max_seqlen_q, call.q.shape[0]),
+        min(call.max_seqlen_k, call.k.shape[0]),
+        square,
+    ), cu_k[:-1]
 
 
 def _varlen_grad(call: Call, bound, host: bool):
@@ -245,13 +277,26 @@ def _paged(call: Call, bound, host: bool):
     flat_out, flat_lse = _flat(out, q.shape[0]), lse.view(-1, lead[-1]) if lse is not None else None
     if host:
         spans = call.cu_seqlens_q.tolist() if ragged else range(0, lead[0] * lead[1] + 1, lead[1])
-        fast = bound.state["fused"] and call.k.dtype == q.dtype and (q.dtype == torch.float32 or call.k_scale is None and call.v_scale is None)
+        fast = (
+            bound.state["fused"]
+            and call.k.dtype == q.dtype
+            and (q.dtype == torch.float32 or call.k_scale is None and call.v_scale is None)
+        )
         paged.attend_host(q, spans, call.kv_lens.tolist(), call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
     else:
         k_lens = call.kv_lens.to(torch.int64).clamp(min=0)
         max_k = call.max_seqlen_k if call.k.shape[0] and call.block_table.shape[1] else 0
-        lengths.attend(lengths.Ragged(q, starts[:-1], starts[1:] - starts[:-1], k_lens, min(call.max_seqlen_q, q.shape[0]), max_k), heads,
-                       dim_v, paged.fetch_pages(call, q.dtype), rules_of(call), flat_out, flat_lse, tiled.limits(q.device), call.batch_invariant)
+        lengths.attend(
+            lengths.Ragged(q, starts[:-1], starts[1:] - starts[:-1], k_lens, min(call.max_seqlen_q, q.shape[0]), max_k),
+            heads,
+            dim_v,
+            paged.fetch_pages(call, q.dtype),
+            rules_of(call),
+            flat_out,
+            flat_lse,
+            tiled.limits(q.device),
+            call.batch_invariant,
+        )
     if flat_out.data_ptr() != out.data_ptr():
         out.copy_(flat_out.view(out.shape))
     return _result(out, lse)
@@ -285,7 +330,9 @@ def notes(call: Call, bound) -> tuple[str, ...]:
         return ("all scores at once",)
     said = []
     if route in (_paged, _paged_one):
-        said.append("pages gathered, lengths read on the host" if host else "pages gathered tile by tile, lengths stay on the device")
+        said.append(
+            "pages gathered, lengths read on the host" if host else "pages gathered tile by tile, lengths stay on the device"
+        )
         if host and bound.state["fused"] and call.k.dtype == call.q.dtype:
             said.append("fused SDPA for single query tokens")
     elif route is not _dense and route is not _dense_grad:

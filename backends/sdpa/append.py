@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 x in a cache's dtype, rounded to nearest even. Torch's casts to 8-bit floats do not saturate everywhere: clamped first."""
+    """float32 x in a cache's dtype, rounded to nearest even. Torch's 8-bit casts do not all saturate: clamped first."""
     if dtype.itemsize == 1:
         most = torch.finfo(dtype).max
         x = x.clamp(-most, most)  # NaN stays
@@ -62,8 +62,16 @@ def store(new: Tensor, cache: Tensor, page: Tensor, place: Tensor, write: Tensor
     cache.index_put_((page, place), new)
 
 
-def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | float | None,
-                 v_scale: Tensor | float | None, host: bool) -> None:
+def cache_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    host: bool,
+) -> None:
     """Token t goes to slot page * P + offset of both caches (N, P, Hkv, D); slot < 0 is skipped."""
     write = slots >= 0
     slots = slots.to(torch.int64).clamp(min=0)

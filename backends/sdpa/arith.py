@@ -55,7 +55,9 @@ def reduced(kind: str) -> bool:
     try:
         if _precision is not None:
             return _precision("mkldnn" if kind in ("cpu", "xpu") else "cuda", "matmul") not in ("ieee", "none")
-        return torch.get_float32_matmul_precision() != "highest" or (kind in ("cuda", "hip") and torch.backends.cuda.matmul.allow_tf32)
+        return torch.get_float32_matmul_precision() != "highest" or (
+            kind in ("cuda", "hip") and torch.backends.cuda.matmul.allow_tf32
+        )
     except RuntimeError:
         return True
 
@@ -77,11 +79,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def split_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as one product of three times the inner length, on operands that TF32 holds without rounding (but for the last 2 bits)."""
+    """a @ b as one product of three times the inner length, on operands that TF32 holds (but for the last 2 bits)."""
     a_high, b_high = _top_bits(a), _top_bits(b)
     return torch.bmm(torch.cat([a_high, a_high, a - a_high], -1), torch.cat([b_high, b - b_high, b_high], -2))
 
 
 def _top_bits(x: Tensor) -> Tensor:
-    """x with 11 significant bits, what TF32 keeps, by truncation. (The low part of an infinity is NaN: infinite scores give NaN here.)"""
+    """x with 11 significant bits, what TF32 keeps, by truncation. (The rest of an infinity is NaN: its scores are NaN.)"""
     return x.contiguous().view(torch.int32).bitwise_and(-8192).view(torch.float32)

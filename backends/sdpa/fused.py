@@ -1,7 +1,8 @@
 """torch's own fused SDPA: where it is right, and faster than tiles of ours.
 
 Where scores are many, its operators are called by name: the public function may choose MATH, with O(N**2) scores, and
-the switch that forbids that is global to the process. holes.py says where SDPA must not be used; the conditions below are those of its kernels.
+the switch that forbids that is global to the process. holes.py says where SDPA must not be used; the conditions below
+are those of its kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from torch import Tensor
 from . import arith, holes
 
 # torch's own binding costs 3 us less than torch.ops.
-_cpu_flash = getattr(torch._C._VariableFunctions, "_scaled_dot_product_flash_attention_for_cpu",
-                     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+_cpu_flash = getattr(
+    torch._C._VariableFunctions,
+    "_scaled_dot_product_flash_attention_for_cpu",
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 _cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 # Above this many scores the tiles win on CPU (they copy K and V once, head-major, and mask only corners); below, one call wins.
 CPU_SCORES = 1 << 16
@@ -49,7 +53,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
 
 
 def cpu_scores(dtype: torch.dtype) -> int:
-    """How many scores SDPA may compute on CPU: few, but any number in bf16 with AMX, where it is 1.2 to 1.5 x the tiles (torch 2.11)."""
+    """How many scores SDPA may compute on CPU: few; any number in bf16 with AMX, 1.2 to 1.5 x the tiles (torch 2.11)."""
     if dtype == torch.bfloat16 and arith.cpu_has_amx() and torch.backends.cuda.flash_sdp_enabled():  # that switch is for CPU too
         return 1 << 62
     return CPU_SCORES
@@ -62,8 +66,16 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 def small(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
     """out (B, Sq, Hq, D) of at most `cpu_scores` scores on CPU. The public function: it alone groups heads in every version."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, causal, scale=scale,
-                                         enable_gqa=q.shape[2] != k.shape[2])
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        None,
+        0.0,
+        causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
     return out.transpose(1, 2)
 
 
@@ -77,7 +89,9 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None,
     if slopes is not None:
         far = (torch.arange(k.shape[1]) - last).abs_().neg_().float()
         mask = (slopes[:, None] * far).view(1, heads, hq // heads, -1)
-    out, lse = _cpu_flash(q.view(nb, heads, hq // heads, dim), k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=mask, scale=scale)
+    out, lse = _cpu_flash(
+        q.view(nb, heads, hq // heads, dim), k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=mask, scale=scale
+    )
     return out.reshape(nb, hq, dim), lse.reshape(nb, hq)
 
 

@@ -14,7 +14,7 @@ from .tiled import INF, Rules
 
 
 class _Attention(torch.autograd.Function):
-    """Dense attention (B, S, H, D) with lse; `lens` (q_lens, k_lens), int64 (B,) on the device, or None: all rows and keys count."""
+    """Dense attention (B, S, H, D) with lse; `lens` (q_lens, k_lens), int64 (B,) on the device; None: all count."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, slopes, sinks, rules: Rules, lens, limit, alone):
@@ -40,11 +40,19 @@ class _Attention(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, lens: tuple[Tensor, Tensor] | None = None,
-              limit: tiled.Limits | None = None, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, Dv) and lse (B, Sq, Hq), differentiable in q, k, v, bias, slopes and sinks, once; `alone` as in tiled.attend."""
-    return _Attention.apply(q, k, v, rules.bias, rules.slopes, rules.sinks, rules._replace(bias=None, slopes=None, sinks=None), lens, limit,
-                            alone)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: Rules,
+    lens: tuple[Tensor, Tensor] | None = None,
+    limit: tiled.Limits | None = None,
+    alone: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) and lse (B, Sq, Hq), differentiable once in every tensor; `alone` as in tiled.attend."""
+    return _Attention.apply(
+        q, k, v, rules.bias, rules.slopes, rules.sinks, rules._replace(bias=None, slopes=None, sinks=None), lens, limit, alone
+    )
 
 
 def _forward_lengths(q, k, v, rules, lens, out, lse, limit, alone) -> None:
@@ -53,8 +61,17 @@ def _forward_lengths(q, k, v, rules, lens, out, lse, limit, alone) -> None:
     fetch_k, fetch_v = (lengths.rows_of(x.flatten(0, 1), start * sk) for x in (k, v))
     ragged = lengths.Ragged(q.flatten(0, 1), start * sq, *lens, sq, sk)
     # Rows past a length get lse -inf, and so give no gradient.
-    lengths.attend(ragged, k.shape[2], v.shape[3], lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)), rules,
-                   out.view(-1, hq, v.shape[3]), lse.view(-1, hq), limit or tiled.limits(q.device), alone)
+    lengths.attend(
+        ragged,
+        k.shape[2],
+        v.shape[3],
+        lambda b, at, there: (fetch_k(b, at, there), fetch_v(b, at, there)),
+        rules,
+        out.view(-1, hq, v.shape[3]),
+        lse.view(-1, hq),
+        limit or tiled.limits(q.device),
+        alone,
+    )
 
 
 def _backward(q, k, v, rules, lens, out, lse, d_out, d_lse, need, limit):
@@ -129,8 +146,9 @@ def _backward(q, k, v, rules, lens, out, lse, d_out, d_lse, need, limit):
                     if need[1]:
                         per_head = (ds * far).sum((-1, -2)).flatten(1).neg_()
                         part = d_slopes.unflatten(-1, (heads, group))
-                        (part[h] if slopes.dim() == 1 else part[b, h]).add_(per_head.view(nb, nh, group).sum(0) if slopes.dim() == 1
-                                                                          else per_head.view(nb, nh, group))
+                        (part[h] if slopes.dim() == 1 else part[b, h]).add_(
+                            per_head.view(nb, nh, group).sum(0) if slopes.dim() == 1 else per_head.view(nb, nh, group)
+                        )
                     if softcap:
                         ds = ds * (1 - t * t) * softcap
                     ds = ds.mul_(alpha).view(flat.shape)
@@ -161,7 +179,9 @@ def _cast(x: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 # ------------------------------------------------------------------ varlen
-def varlen(q: Tensor, k: Tensor, v: Tensor, rules: Rules, starts_q: list[int], starts_k: list[int], ends_k: list[int]) -> tuple[Tensor, Tensor]:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, starts_q: list[int], starts_k: list[int], ends_k: list[int]
+) -> tuple[Tensor, Tensor]:
     """out (Tq, Hq, Dv) and lse (Tq, Hq): each sequence by itself. Splits and one concatenation keep backward O(N)."""
     parts, parts_lse = [], []
     pieces = [_split(q, starts_q), _split(k, starts_k), _split(v, starts_k)]

@@ -33,6 +33,7 @@ class Ragged(NamedTuple):
 
 def rows_of(x: Tensor, starts: Tensor) -> Callable[[slice, Tensor, Tensor], Tensor]:
     """Fetches rows of a ragged (T, H, D) at positions (nb, n) of sequences b, where they exist."""
+
     def fetch(b: slice, at: Tensor, there: Tensor) -> Tensor:
         index = (starts[b, None] + at).masked_fill(there.logical_not(), 0)
         return x.index_select(0, index.flatten()).view(*at.shape, *x.shape[1:])
@@ -40,8 +41,17 @@ def rows_of(x: Tensor, starts: Tensor) -> Callable[[slice, Tensor, Tensor], Tens
     return fetch
 
 
-def attend(r: Ragged, heads: int, dim_v: int, fetch: Fetch, rules: Rules, out: Tensor, lse: Tensor | None, limit: Limits,
-           invariant: bool = False) -> None:
+def attend(
+    r: Ragged,
+    heads: int,
+    dim_v: int,
+    fetch: Fetch,
+    rules: Rules,
+    out: Tensor,
+    lse: Tensor | None,
+    limit: Limits,
+    invariant: bool = False,
+) -> None:
     """Fills out (T, Hq, Dv) and lse (T, Hq); `fetch(b, positions, there)` gives k, v (nb, n, Hkv, D|Dv) of sequences b."""
     total, hq, dim = r.q.shape
     batch, group, device = r.starts.shape[0], hq // heads, r.q.device
@@ -102,7 +112,9 @@ def attend(r: Ragged, heads: int, dim_v: int, fetch: Fetch, rules: Rules, out: T
                 got = tiled.settle(tile.closed(whole, part, sink), tiled.copy_heads(v, work), True, True, False)
                 state = got if state is None else tiled.merge(*state, *got)
             to = (r.starts[b, None] + i).masked_fill(exists.logical_not(), total).flatten()
-            kept.index_put_((to,), state[0].view(*shape, dim_v).permute(0, 3, 1, 2, 4).reshape(nb * rows, hq, dim_v).to(kept.dtype))
+            kept.index_put_(
+                (to,), state[0].view(*shape, dim_v).permute(0, 3, 1, 2, 4).reshape(nb * rows, hq, dim_v).to(kept.dtype)
+            )
             if kept_lse is not None:
                 kept_lse.index_put_((to,), state[1].view(shape).permute(0, 3, 1, 2).reshape(nb * rows, hq))
     out.copy_(kept[:total])

@@ -71,7 +71,7 @@ def gather(cache: Tensor, table: Tensor, first: int, last: int, name: str) -> Te
 
 
 def decode(q: Tensor, call, n: int) -> tuple[Tensor, Tensor | None]:
-    """out and lse to be reshaped to q's (B, 1, Hq, D) and (B, 1, Hq): one query token (B, 1, Hq, D) each over the first n keys of its pages.
+    """out and lse to be reshaped to q's (B, 1, Hq, D) and (B, 1, Hq): one query token each over its first n keys.
 
     Few tokens: the shortest way from a table to the fused operator.
     """
@@ -82,8 +82,10 @@ def decode(q: Tensor, call, n: int) -> tuple[Tensor, Tensor | None]:
     if ids.shape[0] * size * heads * dim <= FRESH:
         k, v = call.k.index_select(0, ids), call.v.index_select(0, ids)
     else:
-        k, v = (torch.index_select(c, 0, ids, out=buffer(name, ids.shape[0] * size * heads * dim, c.dtype).view(-1, size, heads, dim))
-                for c, name in ((call.k, "k"), (call.v, "v")))
+        k, v = (
+            torch.index_select(c, 0, ids, out=buffer(name, ids.shape[0] * size * heads * dim, c.dtype).view(-1, size, heads, dim))
+            for c, name in ((call.k, "k"), (call.v, "v"))
+        )
     k, v = k.as_strided(shape, strides), v.as_strided(shape, strides)
     if n < holes.least_keys():
         out, lse = small.attend(q, k.transpose(1, 2), v.transpose(1, 2), Rules(call.softmax_scale), call.return_lse)
@@ -103,8 +105,17 @@ def rescaled(x: Tensor, scale: Tensor | float | None, b: int, count: int, plain:
     return x.float() * scale
 
 
-def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rules, out: Tensor, lse: Tensor | None, fast: bool,
-                state_alone: bool) -> None:
+def attend_host(
+    q: Tensor,
+    starts: list[int],
+    lens: list[int],
+    call,
+    rules: Rules,
+    out: Tensor,
+    lse: Tensor | None,
+    fast: bool,
+    state_alone: bool,
+) -> None:
     """Fills out (T, Hq, Dv) and lse (T, Hq) for q (T, Hq, D); sequence b owns rows starts[b] .. starts[b + 1].
 
     `fast`: the fused operator may serve decodes.
@@ -143,19 +154,35 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
             for c0 in range(first, n, step):
                 c1 = min(c0 + step, n)
                 fuse = direct and c1 - c0 >= holes.least_keys()
-                k, v = (rescaled(gather(c, table[b : b + nb], c0, c1, name), scale, b, nb, q.dtype)
-                        for c, name, scale in ((call.k, "k", call.k_scale), (call.v, "v", call.v_scale)))
+                k, v = (
+                    rescaled(gather(c, table[b : b + nb], c0, c1, name), scale, b, nb, q.dtype)
+                    for c, name, scale in ((call.k, "k", call.k_scale), (call.v, "v", call.v_scale))
+                )
                 if not fuse and chunked and k.dtype != work:
-                    k, v = (buffer(name, x.numel(), work).view(x.shape).copy_(x) for name, x in (("k in work", k), ("v in work", v)))
+                    k, v = (
+                        buffer(name, x.numel(), work).view(x.shape).copy_(x) for name, x in (("k in work", k), ("v in work", v))
+                    )
                 if fuse:
                     one = mine if mine is None or mine.dim() == 1 else mine[0]
                     states.append(fused.decode(q_part[:, 0], k, v, rules.scale, one, n - 1 - c0))
                     continue
                 if c0 == first and c1 == n and (rules.sinks is None or not chunked):
-                    tiled.attend(q_part, k, v, rules._replace(slopes=mine), part.view(nb, rows, hq, dim_v),
-                                 part_lse.view(nb, rows, hq) if lse is not None else None, None, state_alone, n - rows - c0)
+                    tiled.attend(
+                        q_part,
+                        k,
+                        v,
+                        rules._replace(slopes=mine),
+                        part.view(nb, rows, hq, dim_v),
+                        part_lse.view(nb, rows, hq) if lse is not None else None,
+                        None,
+                        state_alone,
+                        n - rows - c0,
+                    )
                     continue
-                piece, piece_lse = q.new_empty(nb, rows, hq, dim_v, dtype=torch.float32), q.new_empty(nb, rows, hq, dtype=torch.float32)
+                piece, piece_lse = (
+                    q.new_empty(nb, rows, hq, dim_v, dtype=torch.float32),
+                    q.new_empty(nb, rows, hq, dtype=torch.float32),
+                )
                 tiled.attend(q_part, k, v, bare._replace(slopes=mine), piece, piece_lse, None, state_alone, n - rows - c0)
                 states.append((piece.view(nb * rows, hq, dim_v), piece_lse.view(nb * rows, hq)))
             if len(states) == 1 and rules.sinks is None:
@@ -163,7 +190,9 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
                 if lse is not None:
                     part_lse.copy_(states[0][1])
             elif states:
-                whole_out, whole_lse = merge_states(torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states]), rules.sinks)
+                whole_out, whole_lse = merge_states(
+                    torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states]), rules.sinks
+                )
                 part.copy_(whole_out)
                 if lse is not None:
                     part_lse.copy_(whole_lse)
@@ -172,6 +201,7 @@ def attend_host(q: Tensor, starts: list[int], lens: list[int], call, rules: Rule
 
 def fetch_pages(call, plain: torch.dtype):
     """What lengths.attend calls for keys of a paged cache."""
+
     def take(cache: Tensor, page: Tensor, place: Tensor, scale: Tensor | float | None, b: slice) -> Tensor:
         kind = cache.dtype
         if kind.itemsize == 1:

@@ -43,7 +43,7 @@ def far(sq: int, sk: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """out (B, Sq, Hq, Dv) of q's dtype, contiguous, and lse (B, Sq, Hq); q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D|Dv), no length 0."""
+    """out (B, Sq, Hq, Dv) of q's dtype, contiguous, and lse (B, Sq, Hq); k, v (B, Sk, Hkv, D|Dv), no length 0."""
     (batch, sq, hq, dim), (_, sk, heads, dim_v) = q.shape, v.shape
     scale, left, right, softcap, bias, slopes, sinks = rules
     dtype = q.dtype

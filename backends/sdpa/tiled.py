@@ -253,8 +253,18 @@ def copy_heads(x: Tensor, work: torch.dtype) -> Tensor:
 
 
 # ------------------------------------------------------------------ the whole
-def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tensor | None, limit: Limits | None = None,
-           alone: bool = False, offset: int | None = None, portable: bool | None = None) -> None:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: Rules,
+    out: Tensor,
+    lse: Tensor | None,
+    limit: Limits | None = None,
+    alone: bool = False,
+    offset: int | None = None,
+    portable: bool | None = None,
+) -> None:
     """Fills out (B, Sq, Hq, Dv) and lse (B, Sq, Hq) float32; q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv).
 
     `alone` computes each sequence by itself, so that its bits do not depend on the batch. `offset` is row 0's position
@@ -279,8 +289,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tens
     c = cut(1 if alone else batch, last - first, once, group, heads, dim + dim_v, limit)
     step = even(last - first, c.rows) if last - first < 2 * c.rows else c.rows
     work = arith.work_dtype(q.device, q.dtype)
-    tile = Tile(q, rules, work, c.batch * c.heads * group * step * (c.keys + (sinks is not None)), c.batch * c.heads * group * step * dim,
-                portable)
+    tile = Tile(
+        q,
+        rules,
+        work,
+        c.batch * c.heads * group * step * (c.keys + (sinks is not None)),
+        c.batch * c.heads * group * step * dim,
+        portable,
+    )
     few = not portable and (last - first) * group <= FEW_ROWS and not alone  # a view's alignment changes how matmuls sum
     q5, out5 = q.unflatten(2, (heads, group)), out.unflatten(2, (heads, group))
     lse5 = lse.unflatten(2, (heads, group)) if lse is not None else None
@@ -306,12 +322,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tens
                     sink = sinks2[h] if sinks is not None and c0 == k0 else None
                     whole, part = tile.scores5(rows, kh[:, c0 - ka : c1 - ka].transpose(1, 2), shape, sink)
                     if slopes is not None:
-                        _alibi(not portable, part, slopes_part(slopes, b, h, heads), distance(row_numbers[lo:hi], key_numbers[c0:c1]))
+                        _alibi(
+                            not portable, part, slopes_part(slopes, b, h, heads), distance(row_numbers[lo:hi], key_numbers[c0:c1])
+                        )
                     if bias is not None:
                         add_bias(part, bias, b, h, slice(lo, hi), slice(c0, c1))
                     hide(part, lo, hi, c0, c1, offset, left, right)
-                    got = settle(tile.closed(whole, part, sink), vh[:, c0 - ka : c1 - ka], bias is not None or chunked,
-                                 lse is not None or chunked, not portable)
+                    got = settle(
+                        tile.closed(whole, part, sink),
+                        vh[:, c0 - ka : c1 - ka],
+                        bias is not None or chunked,
+                        lse is not None or chunked,
+                        not portable,
+                    )
                     state = got if state is None else merge(*state, *got)
                 out5[b, lo:hi, h].copy_(state[0].view(*shape, dim_v).permute(0, 3, 1, 2, 4))
                 if lse is not None:

@@ -19,6 +19,7 @@ sdpa = importlib.import_module("portattn.backends.sdpa")
 @pytest.fixture
 def pretend(monkeypatch) -> Callable[..., None]:
     """pretend("mps", (2, 6)): the backend decides as if CPU tensors lay on that device under that torch version."""
+
     def start(kind: str, version: tuple[int, int] | None = None) -> None:
         registry.forget()
         monkeypatch.setattr(sdpa.holes, "kind", lambda device: kind)

@@ -1,4 +1,4 @@
-"""The table of known faults, and each guard that decides by it. Guards that are the way the code is written are tested as behaviour."""
+"""The table of known faults, and each guard that decides by it. Guards that are the code's way are tested as behaviour."""
 
 from __future__ import annotations
 
@@ -21,30 +21,47 @@ def test_ids_are_unique_and_ranges_are_ranges():
     assert all(hole.since < hole.until and hole.what and hole.guard for hole in holes.HOLES)
 
 
-@pytest.mark.parametrize("text, want", [("2.13.0+cpu", (2, 13)), ("2.6.0", (2, 6)), ("2.15.0a0+git123", (2, 15)), ("2.9rc1", (2, 9))])
+@pytest.mark.parametrize(
+    "text, want", [("2.13.0+cpu", (2, 13)), ("2.6.0", (2, 6)), ("2.15.0a0+git123", (2, 15)), ("2.9rc1", (2, 9))]
+)
 def test_release_reads_versions(text, want):
     assert holes.release(text) == want if text != "2.9rc1" else holes.release(text)[0] == 2
 
 
-@pytest.mark.parametrize("hole, inside, outside", [
-    ("mps-decode-q-stride", (2, 8), (2, 9)), ("mps-decode-gqa", (2, 10), (2, 11)), ("mps-index-copy", (2, 7), (2, 8)),
-    ("cpu-nan-query", (2, 6), (2, 7)),
-])
+@pytest.mark.parametrize(
+    "hole, inside, outside",
+    [
+        ("mps-decode-q-stride", (2, 8), (2, 9)),
+        ("mps-decode-gqa", (2, 10), (2, 11)),
+        ("mps-index-copy", (2, 7), (2, 8)),
+        ("cpu-nan-query", (2, 6), (2, 7)),
+    ],
+)
 def test_a_hole_is_active_in_its_versions_only(hole, inside, outside):
     device = hole.partition("-")[0]
     assert hole in holes.active(device, inside) and hole not in holes.active(device, outside)
     assert hole not in holes.active("cuda", inside)
 
 
-@pytest.mark.parametrize("device, version, refused", [
-    ("mps", (2, 6), True), ("mps", (2, 14), True), ("xpu", (2, 14), True), ("privateuse1", (2, 14), True),
-    ("cpu", (2, 6), True), ("cpu", (2, 13), False), ("cuda", (2, 13), False),
-])
+@pytest.mark.parametrize(
+    "device, version, refused",
+    [
+        ("mps", (2, 6), True),
+        ("mps", (2, 14), True),
+        ("xpu", (2, 14), True),
+        ("privateuse1", (2, 14), True),
+        ("cpu", (2, 6), True),
+        ("cpu", (2, 13), False),
+        ("cuda", (2, 13), False),
+    ],
+)
 def test_sdpa_is_refused_where_a_hole_is(device, version, refused):
     assert bool(holes.no_sdpa(device, "", version)) == refused
 
 
-@pytest.mark.parametrize("arch, refused", [("gfx90a", False), ("gfx942", False), ("gfx1100", True), ("gfx1201", True), ("", True)])
+@pytest.mark.parametrize(
+    "arch, refused", [("gfx90a", False), ("gfx942", False), ("gfx1100", True), ("gfx1201", True), ("", True)]
+)
 def test_flash_on_amd_is_for_cdna(arch, refused):
     assert bool(holes.no_sdpa("hip", arch, (2, 13))) == refused
 
@@ -56,21 +73,24 @@ def test_tiles_stay_below_the_largest_safe_tensor(pretend, device, limit):
     assert tiled.limits(torch.device("cpu")).scores <= limit
 
 
-@pytest.mark.parametrize("device, arch, dtype, dims, plain, served", [
-    ("cpu", "x86_64", F32, (64, 64), True, True),
-    ("cpu", "x86_64", F16, (64, 64), True, False),  # cpu-fp16
-    ("cpu", "x86_64", F32, (64, 32), True, False),  # cpu-value-dim
-    ("cpu", "x86_64", F32, (64, 64), False, False),
-    ("cuda", "sm_90", BF16, (128, 128), True, True),
-    ("cuda", "sm_75", F16, (64, 64), True, False),
-    ("cuda", "sm_90", F32, (64, 64), True, False),  # cuda-math: no fused kernel that is exact
-    ("cuda", "sm_90", F16, (72, 72), True, True),
-    ("cuda", "sm_90", F16, (33, 33), True, False),  # cuda-math
-    ("cuda", "sm_90", F16, (512, 512), True, False),  # cuda-math
-    ("hip", "gfx942", BF16, (64, 64), True, True),
-    ("mps", "", F32, (64, 64), True, False),
-    ("xpu", "", F16, (64, 64), True, False),
-])
+@pytest.mark.parametrize(
+    "device, arch, dtype, dims, plain, served",
+    [
+        ("cpu", "x86_64", F32, (64, 64), True, True),
+        ("cpu", "x86_64", F16, (64, 64), True, False),  # cpu-fp16
+        ("cpu", "x86_64", F32, (64, 32), True, False),  # cpu-value-dim
+        ("cpu", "x86_64", F32, (64, 64), False, False),
+        ("cuda", "sm_90", BF16, (128, 128), True, True),
+        ("cuda", "sm_75", F16, (64, 64), True, False),
+        ("cuda", "sm_90", F32, (64, 64), True, False),  # cuda-math: no fused kernel that is exact
+        ("cuda", "sm_90", F16, (72, 72), True, True),
+        ("cuda", "sm_90", F16, (33, 33), True, False),  # cuda-math
+        ("cuda", "sm_90", F16, (512, 512), True, False),  # cuda-math
+        ("hip", "gfx942", BF16, (64, 64), True, True),
+        ("mps", "", F32, (64, 64), True, False),
+        ("xpu", "", F16, (64, 64), True, False),
+    ],
+)
 def test_fused_serves_only_what_it_takes(monkeypatch, device, arch, dtype, dims, plain, served):
     monkeypatch.setattr(holes, "release", lambda *_: (2, 13))
     assert (fused.declined(device, arch, dtype, *dims, plain) == "") == served
@@ -90,7 +110,9 @@ def test_flash_on_gpus_is_for_positive_scales(pretend, scale, served):  # cuda-n
 
 def test_flash_on_gpus_is_for_aligned_tensors():  # cuda-misaligned
     wide = torch.zeros(2, 5, 3, 68, dtype=BF16)  # rows of 136 bytes
-    assert fused.aligned(torch.zeros(2, 5, 3, 64, dtype=BF16)) and fused.aligned(torch.zeros(1, 1, 1, 64, dtype=BF16).expand(2, 5, 3, 64))
+    assert fused.aligned(torch.zeros(2, 5, 3, 64, dtype=BF16)) and fused.aligned(
+        torch.zeros(1, 1, 1, 64, dtype=BF16).expand(2, 5, 3, 64)
+    )
     assert not fused.aligned(wide[..., :64]) and fused.aligned(wide[:1, :1, :1, :64])
     assert not fused.aligned(torch.zeros(65, dtype=BF16)[1:].view(1, 1, 1, 64))
 

@@ -17,7 +17,14 @@ FACTS = yaml.safe_load(pathlib.Path(__file__).with_name("mps_ops.yaml").read_tex
 DTYPES = {getattr(torch, name) for name in FACTS["dtypes"]}
 VERSIONS = [(2, 6), (2, 8), (2, 11), (2, 14)]
 # They answer on the host: a call that uses one waits for the device.
-SYNCS = {"_local_scalar_dense.default", "nonzero.default", "masked_select.default", "equal.default", "_unique2.default", "bincount.default"}
+SYNCS = {
+    "_local_scalar_dense.default",
+    "nonzero.default",
+    "masked_select.default",
+    "equal.default",
+    "_unique2.default",
+    "bincount.default",
+}
 
 
 def version(text: str) -> tuple[int, int]:
@@ -51,7 +58,9 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple, dict]]:
     k_pages, v_pages = randn(8, 4, 2, 16, dtype=dtype), randn(8, 4, 2, 24, dtype=dtype)
     table, lens = torch.tensor([[5, 1, 7, -1], [0, 2, 3, 4]]), torch.tensor([10, 16])
     angles = dict(rotary_cos=torch.rand(32, 4), rotary_sin=torch.rand(32, 4))
-    new = dict(k=randn(2, 3, 2, 16, dtype=dtype), v=randn(2, 3, 2, 24, dtype=dtype), k_scale=0.5, v_scale=torch.tensor([2.0, 0.5]))
+    new = dict(
+        k=randn(2, 3, 2, 16, dtype=dtype), v=randn(2, 3, 2, 24, dtype=dtype), k_scale=0.5, v_scale=torch.tensor([2.0, 0.5])
+    )
     turned = {**features, "rotary_interleaved": True, **angles, **new}
     return [
         ("attention", (q, k, v), dict(features, bias=randn(1, 6, 33, 40))),
@@ -61,9 +70,16 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple, dict]]:
         ("attention_varlen", (q[0], q[0, :, :2], q[0, :, :2], cu_q, cu_q, 28, 28), dict(causal=True)),
         ("attention_paged", (q[:, :1], k_pages, v_pages, table, lens), dict(features)),
         ("attention_paged", (q[:, :3], k_pages, v_pages, table, lens), turned),
-        ("attention_paged", (q[0, :9], k_pages, v_pages, table, lens), dict(features, cu_seqlens_q=torch.tensor([0, 1, 9]), max_seqlen_q=8)),
-        ("attention_paged", (q[0, :9], k_pages, v_pages, table, lens),
-         dict(cu_seqlens_q=torch.tensor([0, 1, 9]), max_seqlen_q=8, batch_invariant=True, kv_layout="NHD", **angles)),
+        (
+            "attention_paged",
+            (q[0, :9], k_pages, v_pages, table, lens),
+            dict(features, cu_seqlens_q=torch.tensor([0, 1, 9]), max_seqlen_q=8),
+        ),
+        (
+            "attention_paged",
+            (q[0, :9], k_pages, v_pages, table, lens),
+            dict(cu_seqlens_q=torch.tensor([0, 1, 9]), max_seqlen_q=8, batch_invariant=True, kv_layout="NHD", **angles),
+        ),
     ]
 
 

@@ -22,7 +22,9 @@ INVARIANT = dict(batch_invariant=True, backend="sdpa", causal=True, softcap=5.0)
 def test_any_cut_is_exact(pretend, kind, scores):
     pretend(kind)
     q, k, v = randn(2, 21, 6, 8), randn(2, 34, 2, 8), randn(2, 34, 2, 5)
-    options = dict(causal=True, window_size=(15, 0), softcap=3.0, bias=randn(2, 1, 21, 34), alibi_slopes=torch.rand(6), sinks=randn(6))
+    options = dict(
+        causal=True, window_size=(15, 0), softcap=3.0, bias=randn(2, 1, 21, 34), alibi_slopes=torch.rand(6), sinks=randn(6)
+    )
     rules = tiled.Rules(8**-0.5, 15, 0, 3.0, options["bias"], options["alibi_slopes"], options["sinks"])
     out, lse = torch.empty(2, 21, 6, 5), torch.empty(2, 21, 6)
     largest = Largest()
@@ -56,8 +58,19 @@ def test_memory_is_linear_in_length(pretend, kind):
     q, k = randn(1, n, heads, 8), randn(1, n, 2, 8)
     largest = Largest()
     with largest:
-        portattn.attention(q, k, k, causal=True, softcap=4.0, window_size=(n, 0), sinks=randn(heads), alibi_slopes=torch.rand(heads),
-                           bias=randn(1, heads, 1, n), return_lse=True, backend="sdpa")
+        portattn.attention(
+            q,
+            k,
+            k,
+            causal=True,
+            softcap=4.0,
+            window_size=(n, 0),
+            sinks=randn(heads),
+            alibi_slopes=torch.rand(heads),
+            bias=randn(1, heads, 1, n),
+            return_lse=True,
+            backend="sdpa",
+        )
     assert largest.elements <= tiled.limits(torch.device("cpu")).scores + n * heads < n * n * heads // 3
 
 
@@ -97,7 +110,11 @@ def test_a_request_has_the_same_bits_in_any_batch(pretend, kind, dtype):
             table = torch.arange(start, start + 4)[None]
             for cache, x in zip(pages, (k, v)):
                 cache.view(-1, 2, 16)[start * 16 : start * 16 + m] = x[keys]
-            placed.append(portattn.attention_paged(q[rows], *pages, table, torch.tensor([m]), cu_seqlens_q=own[0], max_seqlen_q=n + start, **INVARIANT))
+            placed.append(
+                portattn.attention_paged(
+                    q[rows], *pages, table, torch.tensor([m]), cu_seqlens_q=own[0], max_seqlen_q=n + start, **INVARIANT
+                )
+            )
         assert torch.equal(*placed)
 
 
@@ -128,7 +145,9 @@ def test_kept_buffers_are_a_threads_own():
 
 def test_buffers_kept_in_inference_mode_serve_outside_it():
     cache, table, lens = [randn(9, 16, 2, 24, seed=s) for s in range(2)], torch.arange(9)[None], torch.tensor([140])
-    run = lambda: portattn.attention_paged(randn(1, 1, 4, 24), *cache, table, lens, window_size=(130, 0), causal=True, backend="sdpa")
+    run = lambda: portattn.attention_paged(
+        randn(1, 1, 4, 24), *cache, table, lens, window_size=(130, 0), causal=True, backend="sdpa"
+    )
     sdpa.paged._kept.__dict__.clear()
     with torch.inference_mode():
         first = run()
@@ -137,12 +156,15 @@ def test_buffers_kept_in_inference_mode_serve_outside_it():
 
 def test_a_windowed_decode_gathers_only_visible_pages(monkeypatch):
     spans, real = [], sdpa.paged.gather
-    monkeypatch.setattr(sdpa.paged, "gather", lambda c, t, first, last, name: spans.append((first, last)) or real(c, t, first, last, name))
+    monkeypatch.setattr(
+        sdpa.paged, "gather", lambda c, t, first, last, name: spans.append((first, last)) or real(c, t, first, last, name)
+    )
     cache = [randn(64, 16, 2, 16, seed=s) for s in range(2)]
     for c in cache:
         c[:55] = torch.nan
-    out = portattn.attention_paged(randn(1, 1, 4, 16), *cache, torch.arange(64)[None], torch.tensor([1000]), causal=True, window_size=(99, 0),
-                                   backend="sdpa")
+    out = portattn.attention_paged(
+        randn(1, 1, 4, 16), *cache, torch.arange(64)[None], torch.tensor([1000]), causal=True, window_size=(99, 0), backend="sdpa"
+    )
     assert spans == [(900, 1000)] * 2 and out.isfinite().all()
 
 
@@ -178,9 +200,18 @@ def test_global_precision_flags_change_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [
-    {}, dict(sinks=True), dict(alibi=True), dict(softcap=3.0), dict(window_size=(700, 0)), dict(k_scale=0.5, v_scale=torch.tensor([2.0, 0.25])),
-], ids=lambda o: next(iter(o), "plain"))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(sinks=True),
+        dict(alibi=True),
+        dict(softcap=3.0),
+        dict(window_size=(700, 0)),
+        dict(k_scale=0.5, v_scale=torch.tensor([2.0, 0.25])),
+    ],
+    ids=lambda o: next(iter(o), "plain"),
+)
 def test_long_decodes_in_chunks(monkeypatch, dtype, options):
     monkeypatch.setattr(sdpa.paged, "chunk_tokens", lambda: 256)
     options = dict(options)
