@@ -62,6 +62,15 @@ PA_DEVICE void store_row(const Acc& c, int slot, float* to) {
   }
 }
 
+// The same in 16 bits, times a factor.
+template <class T>
+PA_DEVICE void store_row(const Acc& c, int slot, float factor, T* to) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    *reinterpret_cast<u32*>(to + 2 * (warp::lane() & 3) + 8 * half) =
+        pack2<T>(c.x[4 * half + 2 * slot] * factor, c.x[4 * half + 2 * slot + 1] * factor);
+}
+
 PA_DEVICE void row_max(float (&x)[kSlots]) {
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) x[s] = warp::reduce_max<4>(x[s]);

@@ -20,8 +20,13 @@ struct alignas(2) bf16 { u16 bits; };
 PA_DEVICE int thread_x() { return threadIdx.x; }
 PA_DEVICE int block_x() { return blockIdx.x; }
 PA_DEVICE int block_y() { return blockIdx.y; }
+PA_DEVICE int grid_x() { return gridDim.x; }
 
 PA_DEVICE void block_sync() { __syncthreads(); }
+
+// A value that is the same in every lane of the wave (a hint where the hardware has scalar registers).
+template <class T>
+PA_DEVICE T uniform(T x) { return x; }
 
 // The block's dynamic shared memory, 128-byte aligned.
 PA_DEVICE u8* shared_memory() {
@@ -40,6 +45,16 @@ PA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory
 template <int kPending>
 PA_DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 
+// Hints for hardware with scalar registers: a pointer known to be to global memory, and params that are read anew from
+// here on instead of being kept.
+template <class T>
+PA_DEVICE T* in_global(T* p) { return p; }
+template <class P>
+PA_DEVICE const P& anew(const P& params) { return params; }
+
+// Before the barrier that comes before atomic_add_ordered: this thread's writes are for other blocks. Nothing to do
+// here, the atomic's release speaks for all that the barrier ordered before it.
+PA_DEVICE void publish_to_blocks() {}
 // Adds and returns what was there. What the block wrote before its last barrier is visible to whoever sees the sum; what
 // others wrote before theirs is visible after it, and to the block after its next barrier.
 PA_DEVICE int atomic_add_ordered(int* p, int x) {

@@ -87,6 +87,7 @@ class Capability(NamedTuple):
     features: tuple[str, ...] = ()
     memory: str = "linear"  # "quadratic": holds an Sq x Sk matrix, refused above a threshold unless allowed
     graph: str = "none"  # "full": the call can be captured and replayed with other lengths
+    priority: int | None = None  # its place in the order, where that is not the backend's
 
 
 def unmet(capability: Capability, problem: Problem) -> tuple[Reason, ...]:

@@ -27,6 +27,7 @@ One manifest has four readers (registry, doctor, support table, CI matrix), so n
         features: [causal, window, softcap, sinks, alibi, bias, rotary, append, kv_scale, lse, grad, batch_invariant]
         memory: linear              # quadratic: refused above a threshold
         graph: full                 # none | full
+        priority: 190               # left out: the backend's
     ci:
       - {lane: gpu, runner: [self-hosted, nvidia], level: full}
     verified:                       # written by `portattn conformance --record`
@@ -144,6 +145,7 @@ def _fields(r: _Reader) -> dict[str, Callable[[Any, str], Any]]:
         "features": lambda v, p: r.names(v, p, FEATURES),
         "memory": lambda v, p: r.one_of(v, p, ("linear", "quadratic")),
         "graph": lambda v, p: r.one_of(v, p, ("none", "full")),
+        "priority": lambda v, p: r.typed(v, p, int),
     }
 
 

@@ -28,7 +28,7 @@ ATTENTION = tuple((n, "Q") for n in (
     (n, "i") for n in ("batch heads_q heads_kv group head_dim head_dim_v len_q len_k page_size page_shift window_left window_right alibi_batch "
                        "scale_batch_k scale_head_k scale_batch_v scale_head_v rotary_dim partial_rows cut_tiles lines line_heads workers "
                        "workers_shift").split()) + (
-    ("workers_inverse", "I"), ("scale", "f"), ("softcap", "f"), ("v_factor", "f"), ("flags", "I"), ("unused", "i"))
+    ("workers_inverse", "I"), ("scale", "f"), ("softcap", "f"), ("v_factor", "f"), ("flags", "I"), ("mixed_stride", "i"))
 APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table cu_q k_scale v_scale rotary_cos rotary_sin".split()) + tuple(
     (n, "q") for n in ("k_batch k_token k_head v_batch v_token v_head kc_page kc_token kc_head vc_page vc_token vc_head table_batch").split()) + tuple(
     (n, "i") for n in ("batch tokens heads_kv head_dim head_dim_v len_q page_size scale_batch_k scale_head_k scale_batch_v scale_head_v "
@@ -58,7 +58,9 @@ TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3fn", "float
          "float8_e5m2fnuz": "e5m2fnuz", "float32": "float"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 TILE_ROWS = 16
+DECODE_ROWS = 64  # sequences of more packed rows are computed in prefill tiles
 MAX_CUTS, MAX_CUT_TILES = 16, 4
+QUEUES = 4  # counters that the mixed kernel has besides
 
 
 class Limits(NamedTuple):
@@ -83,6 +85,7 @@ class Shape(NamedTuple):
     shared: int
     unit: int  # keys that its waves take together
     blocks: int  # on a multiprocessor
+    rows: int = 0  # of a prefill tile
 
 
 def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
@@ -107,6 +110,33 @@ def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
     return Shape(Instance("decode", options), waves * limits.wave, decode_shared(kv_bytes, dim, waves, stages), 16 * waves, blocks)
 
 
+def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
+    """Prefill::kSharedBytes of prefill.h."""
+    return 2 * 2 * n * (dim * kv_bytes + 16) + (2 * n * (dim + 8) * 2 if kv_bytes == 1 else 0) + 16 * m * waves * (dim + 8) * 2
+
+
+def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
+    """The instance that has prefill tiles beside decode: its decode half takes keys as the decode instance does, so that
+    a request's bits do not depend on which of the two runs."""
+    kv_bytes = 2 if kv_dtype == dtype else 1
+    few = decode_shape(dtype, kv_dtype, dim, limits)
+    waves = few.unit // 16
+    queue = 4 * (waves * limits.wave + 1 + 3 + 32)
+    m = 2 if dim <= 128 else 1
+    for blocks in (2, 1):
+        room = min(limits.shared_block, limits.shared_sm // blocks - 1024) - queue
+        n = max((n for n in (16, 32, 64) if prefill_shared(kv_bytes, dim, waves, m, n) <= room and n <= (64 if dim < 128 else 32)), default=0)
+        stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
+        if n >= (32 if blocks == 2 else 16) and stages:
+            break
+    else:
+        raise ValueError(f"no prefill instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
+    shared = max(prefill_shared(kv_bytes, dim, waves, m, n), decode_shared(kv_bytes, dim, waves, stages)) + queue
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
+               ("PA_BLOCKS", str(blocks)), ("PA_M", str(m)), ("PA_N", str(n)))
+    return Shape(Instance("mixed", options), waves * limits.wave, shared, few.unit, blocks, 16 * m * waves)
+
+
 # ------------------------------------------------------------------ a call's constants
 def _wide(x: Tensor | None) -> bool:
     return x is not None and x.dtype is torch.int64
@@ -129,24 +159,19 @@ def scale_strides(scale: Tensor | float | None) -> tuple[int, int]:
     return (0, scale.stride(0)) if scale.dim() == 1 else (scale.stride(0), scale.stride(1))
 
 
-class Extent(NamedTuple):
-    """Bounds that the host knows: sequences, row tiles of the whole call, keys of a sequence."""
-
-    batch: int
-    group: int
-    tiles: int
-    max_k: int
-
-
-def extent(call: Call) -> Extent:
-    group = call.q.shape[-2] // call.k.shape[-2]
+def most_tiles(call: Call, rows: int, at_most: int | None = None) -> int:
+    """A bound for the tiles of `rows` packed rows that a call has, all kv heads; of sequences of `at_most` rows, if given."""
+    heads_kv = call.k.shape[-2]
+    group = call.q.shape[-2] // heads_kv
+    longest = call.max_seqlen_q * group
+    if at_most is not None:
+        longest = min(longest, at_most)
     if call.q.dim() == 4:
-        batch = call.q.shape[0]
-        tiles = batch * -(-call.max_seqlen_q * group // TILE_ROWS)
+        tiles = call.q.shape[0] * -(-longest // rows)
     else:
         batch = call.cu_seqlens_q.shape[0] - 1
-        tiles = min(batch * -(-call.max_seqlen_q * group // TILE_ROWS), call.q.shape[0] * group // TILE_ROWS + batch)
-    return Extent(batch, group, tiles * call.k.shape[-2], call.max_seqlen_k)
+        tiles = min(batch * -(-longest // rows), call.q.shape[0] * group // rows + batch)
+    return tiles * heads_kv
 
 
 def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
@@ -213,6 +238,31 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, 
     return {"lines": lines, "line_heads": heads_kv // lines, "workers": each, "workers_inverse": inverse, "workers_shift": shift}
 
 
+def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
+    """The decode kernel where no sequence can have more rows than it is for, else the mixed one."""
+    few = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
+    return (decode_shape if few else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
+
+
+def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
+    """How a call's work is dealt out: in the decode kernel a part a resident block, in the mixed one smaller parts, whose
+    number does not matter to the tiles beside them; none where every sequence has tiles."""
+    group = call.q.shape[-2] // call.k.shape[-2]
+    if shape.rows and call.q.dim() == 4:
+        return {"lines": 1, "line_heads": 0, "workers": 0, "mixed_stride": limits.sms}
+    units = max(1, -(-call.max_seqlen_k // shape.unit))
+    workers = min(shape.blocks * limits.sms * (3 if shape.rows else 1), most_tiles(call, TILE_ROWS, DECODE_ROWS if shape.rows else None) * units)
+    assert group and workers, "an empty call is not launched"
+    return dealing(call.k.shape[-2], workers) | {"mixed_stride": limits.sms}
+
+
+def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]:
+    """Blocks of a launch: one a worker, or one a tile and one a part."""
+    if not shape.rows:
+        return values["lines"], values["workers"]
+    return most_tiles(call, shape.rows) + values["lines"] * values["workers"], 1
+
+
 class Room(NamedTuple):
     """Workspace of a launch: 4-byte counters, and floats of partial states."""
 
@@ -228,7 +278,7 @@ def room(values: dict[str, Any], dim: int) -> Room:
     else:
         counters = values["lines"] * values["workers"]
         slots = 2 * counters
-    return Room(counters, slots * values["partial_rows"] * (dim + 2))
+    return Room(QUEUES + counters, slots * values["partial_rows"] * (dim + 2))
 
 
 # ------------------------------------------------------------------ workspaces
@@ -441,20 +491,17 @@ class Attention(_Bound):
         super().__init__(device)
         out = call.out if call.out is not None else self._new_out(call)
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
-        shape = decode_shape(problem.dtype, problem.kv_dtype, dim, device.limits)
-        bounds = extent(call)
+        shape = attention_shape(call, problem, dim, device.limits)
         self.values = attention_values(call, out)
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
             self.append = Append(device, values, problem.dtype, problem.kv_dtype, str(problem))
-        units = max(1, -(-bounds.max_k // shape.unit))
-        workers = min(shape.blocks * device.limits.sms, bounds.tiles * units)
-        self.empty = workers == 0 or out.numel() == 0
+        self.empty = out.numel() == 0
         if self.empty:
             return
-        self.values |= dealing(problem.num_heads_kv, workers)
-        self.grid = self.values["lines"], self.values["workers"]
+        self.values |= sharing(call, shape, device.limits)
+        self.grid = grid_of(call, shape, self.values)
         self.room = room(self.values, dim)
         self.launch = Launcher(device.function(shape.instance, shape.shared), ATTENTION, self.values, shape.threads, str(problem))
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0

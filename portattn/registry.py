@@ -399,6 +399,16 @@ def covering(name: str, problem: Problem, scores: int = 0) -> tuple[Capability |
     return None, nearest
 
 
+def _by_capability(names: tuple[str, ...], problem: Problem, scores: int) -> tuple[str, ...]:
+    """Names in the order of what serves the problem: a capability may have a place of its own, below another backend."""
+
+    def priority(name: str) -> int:
+        capability, own = covering(name, problem, scores)[0], _known()[name].manifest.priority
+        return own if capability is None or capability.priority is None else capability.priority
+
+    return tuple(sorted(names, key=lambda name: -priority(name)))
+
+
 def bind(problem: Problem, device: torch.device, backend: str | None = None, scores: int = 0, check: bool = True) -> Bound:
     """The first backend in order that takes the problem and has shown that it computes it rightly.
 
@@ -412,6 +422,8 @@ def bind(problem: Problem, device: torch.device, backend: str | None = None, sco
     rejected: dict[str, tuple[Reason, ...]] = {}
     measuring = check and not capturing(device)
     with _lock:
+        if not said:
+            names = _by_capability(names, problem, scores)
         for name in names:
             entry = _known()[name]
             reasons = entry.probe(device)

@@ -10,3 +10,6 @@ extern "C" int portattn_simt_decode(const AttentionParams* p, int grid_x, int gr
   std::snprintf(error, capacity, "%s", text.c_str());
   return !text.empty();
 }
+
+extern "C" int portattn_simt_shared_bytes() { return Kernel::kSharedBytes; }
+extern "C" int portattn_simt_params_bytes() { return sizeof(AttentionParams); }

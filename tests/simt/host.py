@@ -63,7 +63,12 @@ def run(library: ctypes.CDLL, symbol: str, packed: bytes, grid: tuple[int, int],
         raise RuntimeError(error.value.decode())
 
 
-def decode(call: Call, *, grid: int, lines: int | None = None, wave: int = 32, waves: int = 4, stages: int = 3, order: int = FORWARD, seed: int = 0):
+def mixed(call: Call, *, parts: int, m: int = 2, n: int = 32, waves: int = 4, **how):
+    """(out, lse) of the mixed kernel whose decode work is cut into `parts`; as `decode` otherwise."""
+    return decode(call, grid=parts, waves=waves, tile=(m, n), **how)
+
+
+def decode(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines: int | None = None, wave: int = 32, waves: int = 4, stages: int = 3, order: int = FORWARD, seed: int = 0):
     """(out, lse) of the decode kernel run by `grid` workers; checks that the counters are zero again."""
     q, out = call.q, call.out
     if out is None:
@@ -76,8 +81,10 @@ def decode(call: Call, *, grid: int, lines: int | None = None, wave: int = 32, w
     off = 0 if not (call.k.data_ptr() | call.v.data_ptr()) & 15 else native.ALIGNED
     off |= native.OUT_ALIGNED if out.data_ptr() % (4 * out.element_size()) else 0
     values["flags"] &= ~off
-    values |= native.dealing(call.k.shape[-2], grid, lines)
-    grid = values["lines"], values["workers"]
+    values |= native.dealing(call.k.shape[-2], grid, lines) | {"mixed_stride": 3}
+    where = values["lines"], values["workers"]
+    if tile:
+        where = native.most_tiles(call, 16 * tile[0] * waves) + where[0] * where[1], 1
     room = native.room(values, dim)
     partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
     at = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else 0
@@ -88,8 +95,12 @@ def decode(call: Call, *, grid: int, lines: int | None = None, wave: int = 32, w
         "k_scale": at(call.k_scale), "v_scale": at(call.v_scale), "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin),
         "partial": (at(partial) + 15) // 16 * 16, "counters": at(counters),
     }
-    library = build("decode", wave, t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages)
-    run(library, "portattn_simt_decode", native.pack(native.ATTENTION, values), grid, order, seed)
+    options = dict(t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages)
+    kernel = "decode"
+    if tile:
+        kernel, options = "mixed", options | dict(m=tile[0], n=tile[1])
+    library = build(kernel, wave, **options)
+    run(library, f"portattn_simt_{kernel}", native.pack(native.ATTENTION, values), where, order, seed)
     assert not counters.any(), "counters must be zero after a launch"
     return out, lse
 

@@ -56,6 +56,9 @@ inline FragA to_a(const Acc& c, SIMT_HERE) {
 
 inline void store_row(const Acc& c, int slot, float* to) { to[col(slot)] = c.x[slot]; }
 
+template <class T>
+inline void store_row(const Acc& c, int slot, float factor, T* to) { to[col(slot)] = from_float<T>(c.x[slot] * factor); }
+
 inline void row_max(float (&x)[kSlots], SIMT_HERE) {
   for (float& s : x) s = warp::reduce_max<16>(s, here);
 }

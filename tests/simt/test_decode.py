@@ -186,3 +186,19 @@ def test_random_problems():
                                window=random.choice([(-1, -1), (20, 0)]), batch_invariant=random.random() < 0.3)
         if call.q.numel():
             check(call, args, kw, grid=random.choice([4, 12, 36]), order=host.RANDOM, seed=seed)
+
+
+def test_the_lse_of_a_row_without_keys_is_the_sink_exactly():
+    sinks = torch.tensor([1.9954504, -2.3, float("-inf"), 3.6340675])
+    call, args, kw = paged([0, 20], sinks=sinks)
+    _, lse = check(call, args, kw, grid=2)
+    assert torch.equal(lse[0, 0], sinks)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_inside_the_length_is_the_callers_and_reaches_its_rows_alone(which):
+    call, args, kw = paged([40, 40])
+    cache = call.k if which == "k" else call.v
+    cache[call.block_table[0, 1], 3] = float("nan")
+    out, lse = host.decode(call, grid=6)
+    assert out[0].isnan().all() and lse[0].isnan().all() == (which == "k") and not out[1].isnan().any() and not lse[1].isnan().any()

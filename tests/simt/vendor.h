@@ -24,9 +24,18 @@ struct alignas(2) bf16 { u16 bits; };
 
 inline int thread_x() { return simt::block()->current; }
 inline int block_x() { return simt::block()->index % simt::block()->grid_x; }
+inline int grid_x() { return simt::block()->grid_x; }
 inline int block_y() { return simt::block()->index / simt::block()->grid_x; }
 inline void block_sync(SIMT_HERE) { simt::meet(simt::block()->all, here); }
 inline u8* shared_memory() { return simt::block()->shared; }
+
+template <class T>
+inline T uniform(T x) { return x; }
+template <class T>
+inline T* in_global(T* p) { return p; }
+template <class P>
+inline const P& anew(const P& params) { return params; }
+inline void publish_to_blocks() {}
 
 inline void copy_async16(void* shared, const void* global, int bytes) {
   if (reinterpret_cast<std::uintptr_t>(shared) % 16 || (bytes && reinterpret_cast<std::uintptr_t>(global) % 16))

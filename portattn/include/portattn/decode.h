@@ -7,7 +7,8 @@
 // Tiling     unit = 16 keys x kWaves; a wave holds 16 x kD of the output, 16 x 16 scores at a time.
 // Memory     shared: kWaves x kStages x 16 keys of k and v, rows padded by 16 bytes. A finished tile's output passes
 //            through the wave's stage that was just consumed: 16 rows of float32 fit where 16 keys of k and v stood.
-//            8-bit caches are widened through one stage a wave of q's type.
+//            8-bit caches are widened through one stage a wave of q's type. With one stage, for devices without
+//            asynchronous copies, keys and values wait in registers instead, and are widened on their way to the stage.
 // Math       S = Q K^T and O += P V on 16x16x16 matrix tiles, scores in units of log2.
 // Numerics   float32 accumulation; probabilities rounded to q's type. Splits merge in order of keys: same bits every run.
 // Cost       bytes of k and v, each once (per tile): bound by memory. Flops 4 x 16 rows x kD a key.
@@ -25,7 +26,7 @@ namespace portattn {
 template <class T, class C, int kD, int kWaves, int kStages>
 struct Decode {
   static_assert(kD % 16 == 0 && kD <= 256, "head sizes are padded to multiples of 16");
-  static_assert(kStages >= 2, "one stage is consumed while the others fill");
+  static constexpr bool kStaged = kStages == 1;                 // through registers
   static constexpr int kThreads = kWaves * warp::kWave;
   static constexpr int kKeys = 16;
   static constexpr int kUnit = kKeys * kWaves;
@@ -34,10 +35,10 @@ struct Decode {
   static constexpr int kCachePitch = kD + 16 / sizeof(C);       // of C
   static constexpr int kStageBytes = 2 * kKeys * kCachePitch * static_cast<int>(sizeof(C));
   static constexpr int kTileBytes = 2 * kKeys * kPitch * static_cast<int>(sizeof(T));
-  static constexpr int kWaveBytes = kStages * kStageBytes + (kWiden ? kTileBytes : 0);
+  static constexpr int kWaveBytes = kStaged ? kTileBytes : kStages * kStageBytes + (kWiden ? kTileBytes : 0);
   static constexpr int kQBytes = kTileRows * kPitch * static_cast<int>(sizeof(T));
-  static constexpr bool kHoldQ = kD <= 128;                     // in registers; else read again for every 16 keys
   static constexpr int kTiles = kD / 16;
+  static constexpr bool kHoldQ = kTiles * sizeof(mma::FragA) <= 128;  // in 32 registers at most; else read again for every 16 keys
 
   struct Small {
     float m[kWaves][kTileRows], l[kWaves][kTileRows];
@@ -58,7 +59,7 @@ struct Decode {
         small(*reinterpret_cast<Small*>(memory + kWaves * kWaveBytes + kQBytes)), wave(warp::wave_index()), lane(warp::wave_lane()) {}
 
   PA_DEVICE u8* stage(int w, int i) const { return waves + w * kWaveBytes + i * kStageBytes; }
-  PA_DEVICE T* widened(int w) const { return reinterpret_cast<T*>(waves + w * kWaveBytes + kStages * kStageBytes); }
+  PA_DEVICE T* widened(int w) const { return reinterpret_cast<T*>(waves + w * kWaveBytes + (kStaged ? 0 : kStages * kStageBytes)); }
   // Where a wave leaves its part of a finished tile: float32, kTileRows x kD.
   PA_DEVICE float* result(int w, int slot) const {
     return kWiden ? reinterpret_cast<float*>(widened(w)) : reinterpret_cast<float*>(stage(w, slot));
@@ -67,8 +68,8 @@ struct Decode {
   // ---- loading
 
   // The page of this wave's keys of a unit, looked up one unit ahead of its use.
-  PA_DEVICE i64 look_up(const Cursor<kUnit>& c) const {
-    const int key = c.key() + wave * kKeys;
+  PA_DEVICE i64 look_up(const Cursor<kUnit>& c) const { return look_up(c, c.key() + wave * kKeys); }
+  PA_DEVICE i64 look_up(const Cursor<kUnit>& c, int key) const {
     return (p.flags & kUniformPages) && key < c.s.len_k ? page_of(p, c.b, key) : 0;
   }
 
@@ -146,6 +147,97 @@ struct Decode {
     }
   }
 
+  // ---- loading through registers
+
+  static constexpr int kEach = 16 / static_cast<int>(sizeof(C));                     // elements of a piece of 16 bytes
+  static constexpr int kPieces = kD / kEach;                                         // of a row
+  static constexpr int kLoads = ceil_div(kKeys * kPieces, warp::kWave);              // of a lane, for 16 keys or their values
+  static constexpr bool kEarlyValues = kD * (64 / warp::kWave) * static_cast<int>(sizeof(C)) <= 512;  // both in flight: 64 registers
+  struct Pieces { Bytes16 x[kLoads]; };
+
+  PA_DEVICE bool whole(const Cursor<kUnit>& c, int first) const {
+    constexpr i64 kFar = (1 << 30) / (kKeys * static_cast<int>(sizeof(C)));  // rows are addressed by 32 bits from the first
+    return (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned) && c.s.len_k - first >= kKeys && p.k_token < kFar &&
+           p.v_token < kFar;
+  }
+  PA_DEVICE int bytes_from(int d, bool of_v) const {
+    return min_of(16, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d) * static_cast<int>(sizeof(C)));
+  }
+  // A piece's way into the wave's tile of q's type.
+  template <bool kOfV>
+  PA_DEVICE void put(int r, int d, const Bytes16& x) const {
+    T* to = widened(wave) + ((kOfV ? kKeys : 0) + r) * kPitch + d;
+    if constexpr (!kWiden) {
+      *reinterpret_cast<Bytes16*>(to) = x;
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Bytes16 y;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const u32 pair = x.x[2 * half + e / 2] >> (16 * (e & 1));
+          y.x[e] = pack2<T>(to_float(C{static_cast<u8>(pair)}), to_float(C{static_cast<u8>(pair >> 8)}));
+        }
+        *reinterpret_cast<Bytes16*>(to + 8 * half) = y;
+      }
+    }
+  }
+  // Starts the loads of 16 keys (or their values) of the cursor's sequence, where they are whole.
+  template <bool kOfV>
+  PA_DEVICE void fetch(const Cursor<kUnit>& c, int first, i64 page, Pieces& x) const {
+    x = {};  // so that no register keeps what was there before
+    if (!whole(c, first)) return;
+    const KvOffset at = kv_offset(p, c.s, page, first, c.head_kv);
+    const C* base = in_global(static_cast<const C*>(kOfV ? p.v : p.k)) + (kOfV ? at.v : at.k);
+    const u32 token = static_cast<u32>(kOfV ? p.v_token : p.k_token);
+    const int dim = kOfV ? p.head_dim_v : p.head_dim;
+    auto offset = [&](int piece) {  // a lane without a piece reads some address that can be read
+      const int r = piece / kPieces, d = piece % kPieces * kEach;
+      return (r < kKeys && d < dim ? r * token + d : 0) * static_cast<u32>(sizeof(C));
+    };
+    constexpr bool kColumn = warp::kWave % kPieces == 0;  // a lane stays in its column
+    constexpr int kRows = max_of(1, warp::kWave / kPieces);
+    const u32 mine = offset(lane);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const i64 from = uniform(reinterpret_cast<i64>(kColumn ? base + static_cast<i64>(i) * kRows * token : base));
+      x.x[i] = *reinterpret_cast<const Bytes16*>(in_global(reinterpret_cast<const u8*>(from)) + (kColumn ? mine : offset(i * warp::kWave + lane)));
+    }
+  }
+  // Waits for them and leaves them in the wave's tile; where they are not whole (the last keys of a sequence, pages
+  // that 16 keys straddle, rows that are not aligned) they are read only now.
+  template <bool kOfV>
+  PA_DEVICE void land(const Cursor<kUnit>& c, int first, const Pieces& x) const {
+    if (whole(c, first)) {
+      const bool padded = (kOfV ? p.head_dim_v : p.head_dim) != kD;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int piece = i * warp::kWave + lane, r = piece / kPieces, d = piece % kPieces * kEach;
+        if ((kKeys * kPieces) % warp::kWave != 0 && r >= kKeys) continue;
+        put<kOfV>(r, d, padded ? keep_bytes(x.x[i], bytes_from(d, kOfV)) : x.x[i]);
+      }
+      return;
+    }
+    const int count = c.s.len_k - first;
+#pragma unroll 1
+    for (int piece = lane; piece < kKeys * kPieces; piece += warp::kWave) {
+      const int r = piece / kPieces, d = piece % kPieces * kEach, bytes = r < count ? bytes_from(d, kOfV) : 0;
+      Bytes16 y = {};
+      if (bytes > 0) {
+        const KvOffset at = kv_offset(p, c.s, page_of(p, c.b, first + r), first + r, c.head_kv);
+        const C* from = in_global(static_cast<const C*>(kOfV ? p.v : p.k)) + (kOfV ? at.v : at.k) + d;
+        if (p.flags & kAligned) {
+          y = keep_bytes(*reinterpret_cast<const Bytes16*>(from), bytes);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kEach; ++e)
+            if (e * static_cast<int>(sizeof(C)) < bytes) y.x[e * 4 / kEach] |= static_cast<u32>(from[e].bits) << (e % (kEach / 4) * 8 * sizeof(C));
+        }
+      }
+      put<kOfV>(r, d, y);
+    }
+  }
+
   // ---- one tile's state in registers
 
   struct State {
@@ -182,15 +274,16 @@ struct Decode {
     const int head = c.head_kv, group = p.group;
 #pragma unroll
     for (int i = 0; i < mma::kSlots; ++i) st.row[i] = row_of(p, c.s, c.b, head, c.first_row + mma::row(i));
-    st.scoring = score_of(p, p.k_scale ? p.k_scale[c.b * p.scale_batch_k + head * p.scale_head_k] : 1.0f);
+    st.scoring = score_of(p, p.k_scale ? in_global(p.k_scale)[c.b * p.scale_batch_k + head * p.scale_head_k] : 1.0f);
     const int shift = c.s.len_k - c.s.len_q;
     const int first = quotient(c.first_row, group), last = min_of(c.s.len_q - 1, quotient(c.first_row + kTileRows - 1, group));
     st.clear_lo = p.window_left >= 0 ? last + shift - p.window_left : 0;
     st.clear_hi = p.window_right >= 0 ? min_of(c.s.len_k, first + shift + min_of(p.window_right, 1 << 30) + 1) : c.s.len_k;
   }
 
-  // One unit: this wave's 16 keys.
-  PA_DEVICE void step(const Cursor<kUnit>& c, State& st, int slot) const {
+  // One unit: this wave's 16 keys. `between` is called when the keys are consumed and the values are not yet.
+  template <class Between>
+  PA_DEVICE void step(const Cursor<kUnit>& c, State& st, int slot, Between between) const {
     const T* k = kWiden ? widened(wave) : reinterpret_cast<const T*>(stage(wave, slot));
     const T* v = k + kKeys * kPitch;
     mma::Acc s[2] = {};
@@ -256,6 +349,7 @@ struct Decode {
       st.l[mma::slot_of(e)] += prob.x[e];
     }
     const mma::FragA pa = mma::to_a<T>(prob);
+    between();
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       mma::FragB vb;
@@ -281,16 +375,16 @@ struct Decode {
   }
 
   // A state in the workspace: partial_rows x kD of o (unnormalised, relative to m), then m, then l.
-  PA_DEVICE float* slot_memory(int slot) const { return p.partial + static_cast<i64>(slot) * p.partial_rows * (kD + 2); }
+  PA_DEVICE float* slot_memory(int slot) const { return in_global(p.partial) + static_cast<i64>(slot) * p.partial_rows * (kD + 2); }
 
   PA_DEVICE void write_row(const Cursor<kUnit>& c, int r, int d, const float (&o)[4], float m, float l) const {
     const int packed = c.first_row + r, token = quotient(packed, p.group), head_kv = c.head_kv, head = head_kv * p.group + packed - token * p.group;
     const Finish f = finish<T>(p, m, l, head);
     float factor = f.factor * p.v_factor;
-    if (p.v_scale) factor *= p.v_scale[c.b * p.scale_batch_v + head_kv * p.scale_head_v];
+    if (p.v_scale) factor *= in_global(p.v_scale)[c.b * p.scale_batch_v + head_kv * p.scale_head_v];
     const float y[4] = {o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor};
     write_out<T>(p, out_offset(p, c.s, c.b, token, head), d, y);
-    if (p.lse && d == 0) p.lse[lse_offset(p, c.s, c.b, token, head)] = f.lse;
+    if (p.lse && d == 0) in_global(p.lse)[lse_offset(p, c.s, c.b, token, head)] = f.lse;
   }
 
   // Merges the waves' states; `slot` is where in the workspace they go, negative if the tile is complete.
@@ -325,7 +419,7 @@ struct Decode {
   // Merges `count` states of the workspace, in order, into the result. State 0 is in slot first, state i in
   // next + (i - 1) * stride. A thread has four columns of a row; weights are found by a warp a row, a lane a state.
   PA_DEVICE void merge_slots(const Cursor<kUnit>& c, int rows, int count, int first, int next, int stride, int stage_slot) const {
-    constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kD > 128 ? 8 : 16;  // kBatch loads wait together
+    constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kStaged ? 4 : kD > 128 ? 8 : 16;  // kBatch loads wait together
     struct Weights { float of[kRowsAtOnce][32], keep[kRowsAtOnce], m[kRowsAtOnce], l[kRowsAtOnce]; };
     static_assert(sizeof(Weights) <= kTileBytes, "the weights pass through a stage that is not in use");
     Weights& weights = *reinterpret_cast<Weights*>(result(0, stage_slot));
@@ -417,11 +511,13 @@ struct Decode {
       block_sync();  // before the waves fill their stages again
       return;
     }
+    publish_to_blocks();
     block_sync();
     if (thread_x() == 0) {
-      const int before = atomic_add_ordered(p.counters + counter, 1);
+      i32* arrivals = in_global(p.counters) + kQueues + counter;
+      const int before = atomic_add_ordered(arrivals, 1);
       small.arrived = before;
-      if (before == count - 1) p.counters[counter] = 0;  // as the next launch expects it
+      if (before == count - 1) *arrivals = 0;  // as the next launch expects it
     }
     block_sync();
     if (small.arrived == count - 1) merge_slots(c, rows, count, first, next, stride, stage_slot);
@@ -429,10 +525,60 @@ struct Decode {
 
   // ---- the whole of a worker's part
 
+  // With one stage: it holds a unit's keys, then its values too; the next unit's wait in registers meanwhile. Nothing
+  // is fetched across the end of a segment: the place of the next one would need as many registers again.
+  struct Fetched {
+    i64 page;
+    Pieces keys, values;
+  };
+  PA_DEVICE void fetch_unit(const Cursor<kUnit>& c, int first, Fetched& f, bool keys, bool values) const {
+    if (keys) fetch<false>(c, first, f.page, f.keys);
+    if (values) fetch<true>(c, first, f.page, f.values);
+  }
+  PA_DEVICE void turn(Cursor<kUnit>& c, State& st, Fetched& f, int worker) const {
+    const int first = c.key() + wave * kKeys;
+    if (c.unit == c.from) {
+      f.page = uniform(look_up(c, first));
+      fetch_unit(c, first, f, true, kEarlyValues);
+      load_q<T, kD, kTileRows, kThreads>(p, c.s, c.b, c.head_kv, c.first_row, q_shared, kPitch);
+      block_sync();
+      begin(c, st);
+    }
+    const bool more = c.left > 1;
+    land<false>(c, first, f.keys);
+    const i64 next = more ? look_up(c, first + kUnit) : 0;
+    if (!kEarlyValues) fetch_unit(c, first, f, false, true);
+    warp::wave_sync();
+    step(c, st, 0, [&] {
+      land<true>(c, first, f.values);
+      f.page = uniform(next);
+      f.keys = {};
+      if (more) fetch_unit(c, first + kUnit, f, true, kEarlyValues);
+      warp::wave_sync();
+    });
+    warp::wave_sync();  // before the stage is filled again
+    if (!more) {
+      finish_segment(c, st, 0, worker);
+      clear(st);
+    }
+    c.next(p);
+  }
+  PA_DEVICE void run_staged(Cursor<kUnit> c, int worker) const {
+    State st;
+    clear(st);
+    Fetched f;
+    while (!c.done()) {
+      Decode now(anew(p), waves);
+      now.dealt = dealt;
+      now.turn(c, st, f, worker);
+    }
+  }
+
   PA_DEVICE void run(int line, int worker, bool tiled_elsewhere) {
     Cursor<kUnit> c;
     dealt = schedule<kUnit, kThreads>(p, line, worker, tiled_elsewhere, c, small.schedule);
     if (c.done()) return;
+    if constexpr (kStaged) return run_staged(c, worker);
     Cursor<kUnit> ahead = c;
     i64 page = look_up(ahead);
     State st;
@@ -459,7 +605,7 @@ struct Decode {
         widen(slot);
         warp::wave_sync();
       }
-      step(c, st, slot);
+      step(c, st, slot, [] {});
       warp::wave_sync();  // before this stage is filled again
       if (c.left == 1) {
         finish_segment(c, st, slot, worker);

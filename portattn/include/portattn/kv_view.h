@@ -70,7 +70,7 @@ template <class T>
 PA_DEVICE void write_out(const AttentionParams& p, i64 offset, int d, const float (&x)[4]) {
   if (d >= p.head_dim_v) return;
   if (p.flags & kOutFloat) {
-    float* to = static_cast<float*>(p.out) + offset + d;
+    float* to = in_global(static_cast<float*>(p.out)) + offset + d;
     if (p.flags & kOutAligned) {
       *reinterpret_cast<Float4*>(to) = {{x[0], x[1], x[2], x[3]}};
     } else {
@@ -80,7 +80,7 @@ PA_DEVICE void write_out(const AttentionParams& p, i64 offset, int d, const floa
     }
     return;
   }
-  T* to = static_cast<T*>(p.out) + offset + d;
+  T* to = in_global(static_cast<T*>(p.out)) + offset + d;
   if (p.flags & kOutAligned) {
     *reinterpret_cast<Bytes8*>(to) = {{pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3])}};
   } else {

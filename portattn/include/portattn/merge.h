@@ -25,15 +25,17 @@ PA_DEVICE void merge(const MergeParams& p, i64 block) {
   }
   for (int i = 0; i < p.states; ++i) top = max_of(top, lses[i * p.lses_state]);
   const bool none = top == -PA_INFINITY;
-  float sum = weight(sink * kLog2e, top * kLog2e);
-  for (int i = 0; i < p.states; ++i) sum += weight(lses[i * p.lses_state] * kLog2e, top * kLog2e);
+  // Subtracted before it is scaled: lses may be thousands, and what counts is their difference.
+  auto share = [&](float lse) { return lse == -PA_INFINITY ? 0.0f : exp2_fast((lse - top) * kLog2e); };
+  float sum = share(sink);
+  for (int i = 0; i < p.states; ++i) sum += share(lses[i * p.lses_state]);
   if (none) sum = 1.0f;
   const T* outs = static_cast<const T*>(p.outs) + row * p.head_dim;
   T* out = static_cast<T*>(p.out) + row * p.head_dim;
   for (int d = warp::lane(); d < p.head_dim; d += 32) {
     float x = 0.0f;
     for (int i = 0; i < p.states; ++i) {
-      const float w = weight(lses[i * p.lses_state] * kLog2e, top * kLog2e);
+      const float w = share(lses[i * p.lses_state]);
       if (w > 0.0f) x += w * to_float(outs[i * p.outs_state + d]);
     }
     out[d] = from_float<T>(x / sum);

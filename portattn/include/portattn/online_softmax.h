@@ -22,8 +22,9 @@ PA_DEVICE Score score_of(const AttentionParams& p, float k_scale) {
 PA_DEVICE float weight(float m, float base) { return m == -PA_INFINITY ? 0.0f : exp2_fast(m - base); }
 
 PA_DEVICE float sink_of(const AttentionParams& p, int head, bool bf16_sinks) {
-  if (p.flags & kSinksFloat) return static_cast<const float*>(p.sinks)[head];
-  return bf16_sinks ? to_float(static_cast<const bf16*>(p.sinks)[head]) : to_float(static_cast<const f16*>(p.sinks)[head]);
+  if (p.flags & kSinksFloat) return in_global(static_cast<const float*>(p.sinks))[head];
+  const u16* sinks = in_global(static_cast<const u16*>(p.sinks));
+  return bf16_sinks ? to_float(bf16{sinks[head]}) : to_float(f16{sinks[head]});
 }
 
 template <class T> constexpr bool kIsBf16 = false;
@@ -33,14 +34,12 @@ template <> constexpr bool kIsBf16<bf16> = true;
 struct Finish { float factor, lse; };
 template <class T>
 PA_DEVICE Finish finish(const AttentionParams& p, float m, float l, int head) {
-  float top = m, sum = l;
-  if (p.sinks) {
-    const float sink = sink_of(p, head, kIsBf16<T>) * kLog2e;
-    top = max_of(m, sink);
-    sum = l * weight(m, top) + weight(sink, top);
-  }
-  if (top == -PA_INFINITY) return {0.0f, -PA_INFINITY};
-  return {l == 0.0f ? 0.0f : weight(m, top) / sum, (top + log2_fast(sum)) * kLn2};
+  if (l != l) return {l, l};  // NaN in a key that the row sees
+  const float sink = p.sinks ? sink_of(p, head, kIsBf16<T>) : -PA_INFINITY;
+  if (l == 0.0f) return {0.0f, sink};
+  const float top = max_of(m, sink * kLog2e);
+  const float sum = l * weight(m, top) + weight(sink * kLog2e, top);
+  return {weight(m, top) / sum, (top + log2_fast(sum)) * kLn2};
 }
 
 }  // namespace portattn

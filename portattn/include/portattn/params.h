@@ -22,6 +22,8 @@ enum Flags : u32 {
   kPaged = 1 << 12,
 };
 
+constexpr int kQueues = 4;
+
 // Attention over dense, varlen and paged keys: token t of sequence b is row start(b) + t, of a page where paged.
 struct AttentionParams {
   const void* q;
@@ -40,7 +42,7 @@ struct AttentionParams {
   const void* rotary_cos;   // null: q is used as it is
   const void* rotary_sin;
   float* partial;           // workspace: one state a slot, partial_rows x (head size + 2) floats each
-  i32* counters;            // zero at entry, zero at exit
+  i32* counters;            // zero at entry, zero at exit: kQueues of prefill.h's, then those of shared tiles
 
   i64 q_batch, q_token, q_head;
   i64 k_batch, k_token, k_head;   // _batch is the page's stride where paged
@@ -66,7 +68,7 @@ struct AttentionParams {
   float softcap;
   float v_factor;           // v_scale where that is a number
   u32 flags;
-  i32 unused;
+  i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work
 };
 
 // Appending keys and values to a paged cache, keys turned by rotary where given.

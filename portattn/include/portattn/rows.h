@@ -9,8 +9,8 @@ namespace portattn {
 struct Rotary { float cos, sin; };
 template <class T>
 PA_DEVICE Rotary rotary_at(const void* cos, const void* sin, i64 i, bool floats) {
-  if (floats) return {static_cast<const float*>(cos)[i], static_cast<const float*>(sin)[i]};
-  return {to_float(static_cast<const T*>(cos)[i]), to_float(static_cast<const T*>(sin)[i])};
+  if (floats) return {in_global(static_cast<const float*>(cos))[i], in_global(static_cast<const float*>(sin))[i]};
+  return {to_float(in_global(static_cast<const T*>(cos))[i]), to_float(in_global(static_cast<const T*>(sin))[i])};
 }
 
 // Element d of a row at `position`, turned: pairs are (d, d + half), or neighbours. Negative positions use angle 0's
@@ -33,12 +33,12 @@ PA_DEVICE void load_q(const AttentionParams& p, const Sequence& s, int b, int he
   const int group = p.group, total = s.len_q * group;
   for (int i = thread_x(); i < kRows * (kD / 8); i += kThreads) {
     const int r = i / (kD / 8), d = i % (kD / 8) * 8;
-    Bytes16 x = {};
     if (first + r < total) {
       const int token = quotient(first + r, group), head = head_kv * group + first + r - token * group;
-      const T* row = static_cast<const T*>(p.q) + q_offset(p, s, b, token, head);
+      const T* row = in_global(static_cast<const T*>(p.q)) + q_offset(p, s, b, token, head);
       if (!p.rotary_cos && d + 8 <= p.head_dim && (reinterpret_cast<u64>(row + d) & 15) == 0) {
-        x = *reinterpret_cast<const Bytes16*>(row + d);
+        *reinterpret_cast<Bytes16*>(shared + r * pitch + d) = *reinterpret_cast<const Bytes16*>(row + d);
+        continue;
       } else {
 #pragma unroll 1
         for (int e = 0; e < 8; ++e) {  // small code: off the hot path
@@ -52,7 +52,7 @@ PA_DEVICE void load_q(const AttentionParams& p, const Sequence& s, int b, int he
         continue;
       }
     }
-    *reinterpret_cast<Bytes16*>(shared + r * pitch + d) = x;
+    *reinterpret_cast<Bytes16*>(shared + r * pitch + d) = {};
   }
 }
 
@@ -65,7 +65,7 @@ PA_DEVICE Row row_of(const AttentionParams& p, const Sequence& s, int b, int hea
   const int group = p.group;
   const int token = quotient(packed, group);
   Row r = {token + s.len_k - s.len_q, 0.0f};
-  if (p.alibi && packed < s.len_q * group) r.slope = p.alibi[b * p.alibi_batch + head_kv * group + packed - token * group] * kLog2e;
+  if (p.alibi && packed < s.len_q * group) r.slope = in_global(p.alibi)[b * p.alibi_batch + head_kv * group + packed - token * group] * kLog2e;
   return r;
 }
 PA_DEVICE bool sees(const AttentionParams& p, const Sequence& s, const Row& r, int key) {

@@ -20,6 +20,7 @@ struct Work {
 };
 
 constexpr int kTileRows = 16;
+constexpr int kDecodeRows = 64;    // sequences of more packed rows are prefill.h's, where the launch has it
 constexpr int kMaxCuts = 16;       // of a tile under batch_invariant
 constexpr int kMaxCutTiles = 4;    // sequences of more tiles are not cut: they fill the device, and the workspace stays small
 constexpr int kMinCutKeys = 256;
@@ -28,7 +29,7 @@ template <int kUnit>
 PA_DEVICE Work work_of(const AttentionParams& p, const Sequence& s, bool tiled_elsewhere) {
   const int rows = s.len_q * p.group;
   Work w = {0, 1, ceil_div(rows, kTileRows), 1 << 30};
-  if (s.len_q <= 0 || (tiled_elsewhere && rows > kTileRows)) {
+  if (s.len_q <= 0 || (tiled_elsewhere && rows > kDecodeRows)) {
     w.tiles = 0;
     return w;
   }
@@ -174,7 +175,8 @@ PA_DEVICE Deal schedule(const AttentionParams& p, int line, int worker, bool els
     shared.start = start;
   }
   block_sync();
-  cursor.place(p, line, shared.b, shared.start, begin - shared.start, d.begin(worker + 1), elsewhere);
+  const int b = uniform(shared.b), start = uniform(shared.start);
+  cursor.place(p, line, b, start, begin - start, d.begin(worker + 1), elsewhere);
   return d;
 }
 

@@ -10,6 +10,16 @@ struct alignas(16) Bytes16 { u32 x[4]; };
 struct alignas(8) Bytes8 { u32 x[2]; };
 struct alignas(16) Float4 { float x[4]; };
 
+// The first `bytes` of 16; the rest become zero.
+PA_DEVICE Bytes16 keep_bytes(Bytes16 x, int bytes) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = bytes - 4 * i;  // of this word
+    if (n < 4) x.x[i] = n <= 0 ? 0 : x.x[i] & ((1u << (8 * n)) - 1);
+  }
+  return x;
+}
+
 // The 8-bit floats of the caches. fn: no infinity, one NaN; fnuz: no negative zero, 0x80 is NaN, bias one higher.
 struct e4m3fn { u8 bits; };
 struct e5m2 { u8 bits; };
@@ -83,7 +93,7 @@ struct Store<C, true> {
 };
 
 PA_DEVICE i64 read_index(const void* p, i64 i, bool wide) {
-  return wide ? static_cast<const i64*>(p)[i] : static_cast<const i32*>(p)[i];
+  return wide ? in_global(static_cast<const i64*>(p))[i] : in_global(static_cast<const i32*>(p))[i];
 }
 
 constexpr PA_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }

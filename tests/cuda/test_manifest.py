@@ -1,0 +1,51 @@
+"""What backends/cuda declares, and where it stands in the order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from portattn import manifest, native, registry
+from portattn.capability import unmet
+from portattn.problem import Problem
+
+CUDA = manifest.load(os.fspath(Path(__file__).parent.parent.parent / "backends" / "cuda"))
+
+
+def problem(**changed):
+    return Problem("paged", "cuda", "sm_90", "bfloat16", "bfloat16", 32, 8, 128, 128, 16, "decode", "bfloat16", causal=True)._replace(**changed)
+
+
+def serves(p):
+    return next((c.id for c in CUDA.capabilities if not unmet(c, p)), None)
+
+
+def test_each_kind_of_call_has_its_capability():
+    assert serves(problem()) == "decode" and serves(problem(q_len="extend")) == "tiles"
+    assert serves(problem(layout="dense", q_len="prefill")) == "tiles_dense"
+    assert serves(problem(layout="cache_append", causal=False, dtype="float32", kv_dtype="float8_e5m2")) == "append"
+    assert serves(problem(layout="merge_states")) == "merge"
+
+
+@pytest.mark.parametrize("changed", [dict(arch="sm_75"), dict(device="hip", arch="gfx942"), dict(dtype="float32", kv_dtype="float32"),
+                                     dict(head_dim=257), dict(head_dim_v=512), dict(grad=True), dict(bias=True)], ids=str)
+def test_what_the_kernels_do_not_do_is_declined(changed):
+    assert serves(problem(**changed)) is None
+
+
+def test_tiles_come_after_triton_and_decode_before():
+    names = tuple(registry.backends())
+    order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
+    assert order(problem()) == ["cuda", "triton", "sdpa"]
+    assert order(problem(q_len="extend")) == ["triton", "cuda", "sdpa"]
+    assert order(problem(layout="dense", q_len="prefill")) == ["triton", "sdpa", "cuda"]
+
+
+@pytest.mark.parametrize("dim", [1, 20, 64, 65, 80, 81, 100, 129, 200, 256])
+def test_every_head_dim_has_an_instance(dim):
+    limits = native.Limits(99 << 10, 100 << 10, 20)
+    padded = native.head_dim_of(dim, 1)
+    assert padded >= dim and native.decode_shape("float16", "float16", padded, limits).instance.options
+    assert native.mixed_shape("float16", "float8_e5m2", padded, limits).instance.options
