@@ -178,14 +178,14 @@ def _invoke(name: str, schema: str, given: dict[str, Any]) -> Any:
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The public call of this name, through its op."""
+    """The public call of this name, through its op (no `dict | dict` here: dynamo of torch 2.6 does not trace it)."""
     if name == "attention":
-        return _invoke(name, _DENSE, dict(zip(("q", "k", "v"), args)) | kwargs)
+        return _invoke(name, _DENSE, {**dict(zip(("q", "k", "v"), args)), **kwargs})
     if name == "attention_varlen":
         leading = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        return _invoke(name, _VARLEN, dict(zip(leading, args)) | kwargs)
+        return _invoke(name, _VARLEN, {**dict(zip(leading, args)), **kwargs})
     if name == "attention_paged":
-        given = dict(zip(("q", "k_cache", "v_cache", "block_table", "kv_lens"), args)) | kwargs
+        given = {**dict(zip(("q", "k_cache", "v_cache", "block_table", "kv_lens"), args)), **kwargs}
         given["k_scale"], given["k_factor"] = _split(given["k_scale"])
         given["v_scale"], given["v_factor"] = _split(given["v_scale"])
         return _invoke(name if given["k"] is None and given["v"] is None else f"{name}_append", _PAGED.format("", ""), given)
