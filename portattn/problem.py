@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 FEATURES = ("causal", "window", "softcap", "sinks", "alibi", "bias", "rotary", "append", "kv_scale", "lse", "grad", "batch_invariant")
 
 

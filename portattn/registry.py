@@ -23,7 +23,8 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 
-from . import config, manifest as manifests_module, verdicts
+from . import config, verdicts
+from . import manifest as manifests_module
 from .capability import Capability, Reason, unmet
 from .device import capturing, facts, vendor
 from .errors import ArgumentError, ArgumentTypeError, NoBackendError
