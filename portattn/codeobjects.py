@@ -24,21 +24,12 @@ from typing import NamedTuple
 from . import config
 from .capability import Reason
 from .errors import KernelError
+from .instances import Instance, source_folders, source_hash, sources
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MAGIC = b"portattn code object 1\n"
 _lock = threading.Lock()
 _notes: dict[str, str] = {}
-
-
-class Instance(NamedTuple):
-    """One kernel with its compile-time choices: kernel "decode", options (("PA_T", "bf16"), ("PA_D", "128"), …)."""
-
-    kernel: str
-    options: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        return "-".join([self.kernel, *(value if name in ("PA_T", "PA_C") else name[3:].lower() + value for name, value in self.options)])
 
 
 class Found(NamedTuple):
@@ -53,40 +44,6 @@ def notes() -> tuple[str, ...]:
 
 def _note(key: str, text: str) -> None:
     _notes.setdefault(key, text)
-
-
-# ------------------------------------------------------------------ sources
-def source_folders(vendor: str) -> tuple[str, str]:
-    """(folder of the shared headers, folder of the vendor's): in a wheel both are inside the package."""
-    name = f"csrc_{vendor}"
-    inside = os.path.join(_HERE, name)
-    return os.path.join(_HERE, "include"), inside if os.path.isdir(inside) else os.path.join(os.path.dirname(_HERE), name)
-
-
-@functools.lru_cache(maxsize=None)
-def sources(vendor: str) -> dict[str, str]:
-    """Every source by the name that `#include` uses, entry points included."""
-    shared, own = source_folders(vendor)
-    found = {}
-    for folder, prefix, kinds in ((os.path.join(shared, "portattn"), "portattn/", (".h",)), (own, "", (".h", ".cu", ".hip"))):
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError:
-            continue
-        for name in names:
-            if name.endswith(kinds):
-                with open(os.path.join(folder, name), encoding="utf-8") as f:
-                    found[prefix + name] = f.read()
-    return found
-
-
-@functools.lru_cache(maxsize=None)
-def source_hash(vendor: str) -> str:
-    """A hash of all of a vendor's device code."""
-    digest = hashlib.sha256()
-    for name, text in sorted(sources(vendor).items()):
-        digest.update(f"{name}\0{text}\0".encode())
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------ prebuilt

@@ -8,15 +8,32 @@ nothing is planned and nothing waits. Struct layouts are those of include/portat
 from __future__ import annotations
 
 import ctypes
-import math
+import functools
 import struct
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 
-from .codeobjects import Instance
 from .driver import Driver, Function
+from .instances import (
+    DECODE_ROWS,
+    HEAD_DIMS,
+    MAX_CUT_TILES,
+    MAX_CUTS,
+    QUEUES,
+    TILE_ROWS,
+    TYPES,
+    Instance,
+    Limits,
+    Shape,
+    decode_shape,
+    decode_shared,
+    head_dim_of,
+    mixed_shape,
+    prefill_shared,
+    small_instance,
+)
 from .problem import Call, Problem
 
 # ------------------------------------------------------------------ structs
@@ -51,90 +68,6 @@ def pack(fields: tuple[tuple[str, str], ...], values: dict[str, Any]) -> bytearr
 def pointers(fields: tuple[tuple[str, str], ...]) -> int:
     """How many of a struct's fields are pointers: they come first, and are all that a call patches."""
     return sum(code == "Q" for _, code in fields)
-
-
-# ------------------------------------------------------------------ instances
-TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz",
-         "float8_e5m2fnuz": "e5m2fnuz", "float32": "float"}
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-TILE_ROWS = 16
-DECODE_ROWS = 64  # sequences of more packed rows are computed in prefill tiles
-MAX_CUTS, MAX_CUT_TILES = 16, 4
-QUEUES = 4  # counters that the mixed kernel has besides
-
-
-class Limits(NamedTuple):
-    """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a wave."""
-
-    shared_block: int
-    shared_sm: int
-    sms: int
-    wave: int = 32
-
-
-def head_dim_of(dim: int, dim_v: int) -> int:
-    """The kernels' head size that holds both."""
-    return next(d for d in HEAD_DIMS if d >= max(dim, dim_v))
-
-
-class Shape(NamedTuple):
-    """A decode instance and what its launches need."""
-
-    instance: Instance
-    threads: int
-    shared: int
-    unit: int  # keys that its waves take together
-    blocks: int  # on a multiprocessor
-    rows: int = 0  # of a prefill tile
-
-
-def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
-    """Decode::kSharedBytes of decode.h."""
-    stage = 2 * 16 * (dim * kv_bytes + 16)
-    wave = stages * stage + (2 * 16 * (dim + 8) * 2 if kv_bytes == 1 else 0)
-    return waves * wave + TILE_ROWS * (dim + 8) * 2 + 2 * waves * TILE_ROWS * 4 + 4 * 34 + 4
-
-
-def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
-    """The decode instance for a device: two blocks on a multiprocessor if each can keep copies in flight, at most six stages."""
-    kv_bytes = 2 if kv_dtype == dtype else 1
-    for waves, blocks, least in ((4, 2, 3), (4, 2, 2), (4, 1, 2), (2, 2, 2), (2, 1, 2), (1, 1, 2)):
-        room = min(limits.shared_block, limits.shared_sm // blocks - 1024)
-        stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
-        if stages >= least:
-            break
-    else:
-        raise ValueError(f"no decode instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
-    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
-               ("PA_BLOCKS", str(blocks)))
-    return Shape(Instance("decode", options), waves * limits.wave, decode_shared(kv_bytes, dim, waves, stages), 16 * waves, blocks)
-
-
-def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
-    """Prefill::kSharedBytes of prefill.h."""
-    return 2 * 2 * n * (dim * kv_bytes + 16) + (2 * n * (dim + 8) * 2 if kv_bytes == 1 else 0) + 16 * m * waves * (dim + 8) * 2
-
-
-def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
-    """The instance that has prefill tiles beside decode: its decode half takes keys as the decode instance does, so that
-    a request's bits do not depend on which of the two runs."""
-    kv_bytes = 2 if kv_dtype == dtype else 1
-    few = decode_shape(dtype, kv_dtype, dim, limits)
-    waves = few.unit // 16
-    queue = 4 * (waves * limits.wave + 1 + 3 + 32)
-    m = 2 if dim <= 128 else 1
-    for blocks in (2, 1):
-        room = min(limits.shared_block, limits.shared_sm // blocks - 1024) - queue
-        n = max((n for n in (16, 32, 64) if prefill_shared(kv_bytes, dim, waves, m, n) <= room and n <= (64 if dim < 128 else 32)), default=0)
-        stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
-        if n >= (32 if blocks == 2 else 16) and stages:
-            break
-    else:
-        raise ValueError(f"no prefill instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
-    shared = max(prefill_shared(kv_bytes, dim, waves, m, n), decode_shared(kv_bytes, dim, waves, stages)) + queue
-    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
-               ("PA_BLOCKS", str(blocks)), ("PA_M", str(m)), ("PA_N", str(n)))
-    return Shape(Instance("mixed", options), waves * limits.wave, shared, few.unit, blocks, 16 * m * waves)
 
 
 # ------------------------------------------------------------------ a call's constants
@@ -302,7 +235,7 @@ class Workspaces:
 
     def get(self, stream: int, need: Room) -> tuple[int, int]:
         """(address of the partial states, address of the counters), both at least as large as needed."""
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if stream and torch._C._cuda_isCurrentStreamCapturing():  # the default stream, 0, cannot be captured: a microsecond saved
             return self._for_capture(stream, need)
         found = self.eager.get(stream)
         if found is None or found[0].counters < need.counters or found[0].floats < need.floats:
@@ -322,27 +255,33 @@ class Workspaces:
 
 # ------------------------------------------------------------------ launches
 class Record(NamedTuple):
-    """A struct ready to be patched and the pointer to it that a launch takes."""
+    """A struct ready to be patched, and the pointer to it that a launch takes."""
 
-    buffer: Any
-    arguments: Any
+    buffer: bytearray
+    arguments: ctypes.Array
+    pointer: ctypes.c_void_p  # to arguments
 
 
 def record(packed: bytearray) -> Record:
     buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
-    return Record(packed, (ctypes.c_void_p * 1)(ctypes.addressof(buffer)))
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)))
 
 
 class Launcher:
-    """A kernel bound to constants: patches pointers and launches. Safe to use from several threads at once."""
+    """A kernel bound to constants and a grid: patches pointers and launches. Safe to use from several threads at once."""
 
-    def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], threads: int, about: str):
-        self.function, self.threads, self.about = function, threads, about
+    def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], grid: tuple[int, int], threads: int,
+                 about: str):
+        self.function, self.grid, self.threads, self.about = function, grid, threads, about
         self.fields, self.values = fields, values
-        self.pointers = struct.Struct(f"<{pointers(fields)}Q")
-        self.records: dict[int, list[Record]] = {}
+        self.pointers = struct.Struct(f"<{pointers(fields)}Q").pack_into
+        self.records: dict[int, list[Record]] = {0: []}
+        # ctypes objects made once: converting the numbers at each call costs more than the call.
+        numbers = (*grid, 1, threads, 1, 1, function.shared)
+        self.raw = functools.partial(function.raw, ctypes.c_void_p(function.handle), *map(ctypes.c_uint, numbers))
 
-    def __call__(self, grid: tuple[int, int], stream: int, off: int, *addresses: int) -> None:
+    def __call__(self, stream: int, off: int, addresses: Sequence[int]) -> None:
         """Launches with these pointers; `off` are flags that do not hold for them (alignment)."""
         pool = self.records.get(off)
         if pool is None:
@@ -351,11 +290,10 @@ class Launcher:
             item = pool.pop()  # nobody else has it meanwhile
         except IndexError:
             item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}))
-        self.pointers.pack_into(item.buffer, 0, *addresses)
-        f = self.function
-        code = f.raw(f.handle, *grid, 1, self.threads, 1, 1, f.shared, stream, item.arguments, None)
+        self.pointers(item.buffer, 0, *addresses)
+        code = self.raw(stream, item.pointer, None)
         if code:
-            f.failed(code, grid, self.threads, stream, item.arguments, self.about)
+            self.function.failed(code, self.grid, self.threads, stream, item.arguments, self.about)
         pool.append(item)
 
 
@@ -419,11 +357,6 @@ def merge_values(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> dict[str, 
 SMALL_THREADS = 128  # of the append and merge kernels
 
 
-def small_instance(kernel: str, dtype: str, kv_dtype: str | None = None) -> Instance:
-    """The append or merge kernel for its types."""
-    return Instance(kernel, (("PA_T", TYPES[dtype]), *((("PA_C", TYPES[kv_dtype]),) if kv_dtype else ())))
-
-
 class _Bound:
     """A kernel bound to calls of one shape, strides and options, launched on the tensors' device and torch's stream."""
 
@@ -445,7 +378,7 @@ class Append(_Bound):
         self.tokens = values["tokens"] if values["heads_kv"] else 0
         if self.tokens:
             function = device.function(small_instance("append", dtype, kv_dtype), 0)
-            self.launch = Launcher(function, APPEND, values, SMALL_THREADS, about)
+            self.launch = Launcher(function, APPEND, values, (self.tokens, 1), SMALL_THREADS, about)
 
     def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, k_scale: Any, v_scale: Any,
                  call: Call | None = None) -> None:
@@ -456,8 +389,8 @@ class Append(_Bound):
                 return self(k, v, k_cache, v_cache, slots, k_scale, v_scale, call)
         found = (0, 0, 0, 0, 0) if call is None else (
             _address(call.kv_lens), _address(call.block_table), _address(call.cu_seqlens_q), _address(call.rotary_cos), _address(call.rotary_sin))
-        self.launch((self.tokens, 1), self.stream(), 0, k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _address(slots),
-                    *found[:3], _tensor_address(k_scale), _tensor_address(v_scale), *found[3:])
+        self.launch(self.stream(), 0, (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _address(slots), *found[:3],
+                                       _tensor_address(k_scale), _tensor_address(v_scale), *found[3:]))
 
 
 class Merge(_Bound):
@@ -469,7 +402,8 @@ class Merge(_Bound):
         self.rows = values["rows"]
         if self.rows:
             function = device.function(small_instance("merge", str(outs.dtype)[6:]), 0)
-            self.launch = Launcher(function, MERGE, values, SMALL_THREADS, about)
+            blocks = -(-self.rows // (SMALL_THREADS // 32))
+            self.launch = Launcher(function, MERGE, values, (blocks, 1), SMALL_THREADS, about)
 
     def __call__(self, outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self.there():
@@ -479,8 +413,7 @@ class Merge(_Bound):
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
         lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
         if self.rows:
-            blocks = -(-self.rows // (SMALL_THREADS // 32))
-            self.launch((blocks, 1), self.stream(), 0, outs.data_ptr(), lses.data_ptr(), _address(sinks), out.data_ptr(), lse.data_ptr())
+            self.launch(self.stream(), 0, (outs.data_ptr(), lses.data_ptr(), _address(sinks), out.data_ptr(), lse.data_ptr()))
         return out, lse
 
 
@@ -501,12 +434,16 @@ class Attention(_Bound):
         if self.empty:
             return
         self.values |= sharing(call, shape, device.limits)
-        self.grid = grid_of(call, shape, self.values)
         self.room = room(self.values, dim)
-        self.launch = Launcher(device.function(shape.instance, shape.shared), ATTENTION, self.values, shape.threads, str(problem))
+        self.launch = Launcher(device.function(shape.instance, shape.shared), ATTENTION, self.values, grid_of(call, shape, self.values),
+                               shape.threads, str(problem))
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
         self.out_mask = 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
-        self.lengths = Call._fields.index("kv_lens" if call.block_table is not None else "seqused_k")
+        # The pointers that such calls have besides q, k, v, out and lse: (place in the struct, the Call's field).
+        names = {"lengths": "kv_lens" if call.block_table is not None else "seqused_k", "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k",
+                 "alibi": "alibi_slopes"}
+        places = [(i, Call._fields.index(names.get(name, name))) for i, (name, _) in enumerate(ATTENTION[5:15], 5)]
+        self.present = [(place, field) for place, field in places if isinstance(call[field], Tensor)]
 
     @staticmethod
     def _new_out(call: Call) -> Tensor:
@@ -529,16 +466,17 @@ class Attention(_Bound):
         return out if lse is None else (out, lse)
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
-        stream = self.stream()
-        partial, counters = self.device.workspaces.get(stream, self.room)
-        k, v, o = call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        k, v, o = call[1].data_ptr(), call[2].data_ptr(), out.data_ptr()
+        addresses = [call[0].data_ptr(), k, v, o, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *self.device.workspaces.get(stream, self.room)]
+        if lse is not None:
+            addresses[4] = lse.data_ptr()
+        for place, field in self.present:
+            addresses[place] = call[field].data_ptr()
         off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
-        self.launch(
-            self.grid, stream, off, call.q.data_ptr(), k, v, o, 0 if lse is None else lse.data_ptr(), _address(call[self.lengths]),
-            _address(call.block_table), _address(call.cu_seqlens_q), _address(call.cu_seqlens_k), _address(call.alibi_slopes),
-            _address(call.sinks), _tensor_address(call.k_scale), _tensor_address(call.v_scale), _address(call.rotary_cos),
-            _address(call.rotary_sin), partial, counters)
+        self.launch(stream, off, addresses)
 
 
-__all__ = ["Append", "Attention", "Device", "Launcher", "Limits", "Merge", "Shape", "Workspaces", "append_values", "attention_values",
-           "decode_shape", "merge_values", "pack"]
+__all__ = ["Append", "Attention", "DECODE_ROWS", "Device", "HEAD_DIMS", "Instance", "Launcher", "Limits", "MAX_CUTS", "MAX_CUT_TILES", "Merge",
+           "QUEUES", "Shape", "TILE_ROWS", "TYPES", "Workspaces", "append_values", "attention_values", "decode_shape", "decode_shared",
+           "head_dim_of", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance"]

@@ -10,13 +10,11 @@ import functools
 import torch
 
 from portattn import codeobjects, native
+from portattn.instances import limits_of
 from portattn.capability import Reason
 from portattn.device import facts
 from portattn.driver import driver
 from portattn.errors import KernelError
-
-# Shared memory that a block may ask for, KiB, where torch does not say (before 2.7): CUDA C++ Programming Guide.
-_SHARED_KIB = {80: 163, 87: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 
 
 def probe(device: torch.device) -> tuple[Reason, ...]:
@@ -36,8 +34,9 @@ def _device(index: int) -> native.Device:
     device = torch.device("cuda", index)
     props = torch.cuda.get_device_properties(index)
     arch = facts(device).arch
-    block = getattr(props, "shared_memory_per_block_optin", 0) or _SHARED_KIB.get(int(arch[3:]), 99) << 10
-    limits = native.Limits(block, getattr(props, "shared_memory_per_multiprocessor", 0) or block + 1024, props.multi_processor_count)
+    known = limits_of(arch)  # where torch does not say (before 2.7)
+    limits = native.Limits(getattr(props, "shared_memory_per_block_optin", known.shared_block),
+                           getattr(props, "shared_memory_per_multiprocessor", known.shared_sm), props.multi_processor_count)
     return native.Device(driver("cuda"), device, arch, limits)
 
 

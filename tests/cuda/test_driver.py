@@ -168,9 +168,11 @@ def test_a_fork_before_the_first_call_starts_afresh(libraries, monkeypatch):
 def test_launchers_patch_pointers_and_flags_of_their_own_copy(fake):
     d, library = fake
     f = d.function(0, "sm_90", INSTANCE, 0, "portattn_decode")
-    launcher = native.Launcher(f, native.ATTENTION, {"flags": native.ALIGNED | native.PAGED, "batch": 3}, 64, "a problem")
+    launcher = native.Launcher(f, native.ATTENTION, {"flags": native.ALIGNED | native.PAGED, "batch": 3}, (2, 5), 64,
+                               "a problem")
     addresses = [*range(1, 1 + native.pointers(native.ATTENTION))]
     for off, want in ((0, native.ALIGNED | native.PAGED), (native.ALIGNED, native.PAGED)):
-        launcher((2, 5), 9, off, *addresses)
+        launcher(9, off, addresses)
+        assert log(library)[-1] == "launch grid 2 5 1 block 64 1 1 shared 0 stream 0x9"
         seen = ctypes.string_at(_params(library), len(native.pack(native.ATTENTION, {})))
         assert seen == bytes(native.pack(native.ATTENTION, {"flags": want, "batch": 3} | dict(zip((n for n, _ in native.ATTENTION), addresses))))

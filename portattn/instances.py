@@ -1,0 +1,170 @@
+"""Which device code there is: the sources by name and their hash, and the kernel instance that suits a device.
+
+Imports nothing of portattn and no torch, so that a build without either can load this file alone (cmake/objects.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from typing import NamedTuple
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Instance(NamedTuple):
+    """One kernel with its compile-time choices: kernel "decode", options (("PA_T", "bf16"), ("PA_D", "128"), …)."""
+
+    kernel: str
+    options: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "-".join([self.kernel, *(value if name in ("PA_T", "PA_C") else name[3:].lower() + value for name, value in self.options)])
+
+
+# ------------------------------------------------------------------ sources
+def source_folders(vendor: str) -> tuple[str, str]:
+    """(folder of the shared headers, folder of the vendor's): in a wheel both are inside the package."""
+    name = f"csrc_{vendor}"
+    inside = os.path.join(_HERE, name)
+    return os.path.join(_HERE, "include"), inside if os.path.isdir(inside) else os.path.join(os.path.dirname(_HERE), name)
+
+
+@functools.lru_cache(maxsize=None)
+def sources(vendor: str) -> dict[str, str]:
+    """Every source by the name that `#include` uses, entry points included."""
+    shared, own = source_folders(vendor)
+    found = {}
+    for folder, prefix, kinds in ((os.path.join(shared, "portattn"), "portattn/", (".h",)), (own, "", (".h", ".cu", ".hip"))):
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith(kinds):
+                with open(os.path.join(folder, name), encoding="utf-8") as f:
+                    found[prefix + name] = f.read()
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def source_hash(vendor: str) -> str:
+    """A hash of all of a vendor's device code."""
+    digest = hashlib.sha256()
+    for name, text in sorted(sources(vendor).items()):
+        digest.update(f"{name}\0{text}\0".encode())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------ instances
+TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz",
+         "float8_e5m2fnuz": "e5m2fnuz", "float32": "float"}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+TILE_ROWS = 16
+DECODE_ROWS = 64  # sequences of more packed rows are computed in prefill tiles
+MAX_CUTS, MAX_CUT_TILES = 16, 4
+QUEUES = 4  # counters that the mixed kernel has besides
+
+
+class Limits(NamedTuple):
+    """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a wave."""
+
+    shared_block: int
+    shared_sm: int
+    sms: int
+    wave: int = 32
+
+
+def head_dim_of(dim: int, dim_v: int) -> int:
+    """The kernels' head size that holds both."""
+    return next(d for d in HEAD_DIMS if d >= max(dim, dim_v))
+
+
+class Shape(NamedTuple):
+    """A decode instance and what its launches need."""
+
+    instance: Instance
+    threads: int
+    shared: int
+    unit: int  # keys that its waves take together
+    blocks: int  # on a multiprocessor
+    rows: int = 0  # of a prefill tile
+
+
+def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
+    """Decode::kSharedBytes of decode.h."""
+    stage = 2 * 16 * (dim * kv_bytes + 16)
+    wave = stages * stage + (2 * 16 * (dim + 8) * 2 if kv_bytes == 1 else 0)
+    return waves * wave + TILE_ROWS * (dim + 8) * 2 + 2 * waves * TILE_ROWS * 4 + 4 * 34 + 4
+
+
+def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
+    """The decode instance for a device: two blocks on a multiprocessor if each can keep copies in flight, at most six stages."""
+    kv_bytes = 2 if kv_dtype == dtype else 1
+    for waves, blocks, least in ((4, 2, 3), (4, 2, 2), (4, 1, 2), (2, 2, 2), (2, 1, 2), (1, 1, 2)):
+        room = min(limits.shared_block, limits.shared_sm // blocks - 1024)
+        stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
+        if stages >= least:
+            break
+    else:
+        raise ValueError(f"no decode instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
+               ("PA_BLOCKS", str(blocks)))
+    return Shape(Instance("decode", options), waves * limits.wave, decode_shared(kv_bytes, dim, waves, stages), 16 * waves, blocks)
+
+
+def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
+    """Prefill::kSharedBytes of prefill.h."""
+    return 2 * 2 * n * (dim * kv_bytes + 16) + (2 * n * (dim + 8) * 2 if kv_bytes == 1 else 0) + 16 * m * waves * (dim + 8) * 2
+
+
+def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
+    """The instance that has prefill tiles beside decode: its decode half takes keys as the decode instance does, so that
+    a request's bits do not depend on which of the two runs."""
+    kv_bytes = 2 if kv_dtype == dtype else 1
+    few = decode_shape(dtype, kv_dtype, dim, limits)
+    waves = few.unit // 16
+    queue = 4 * (waves * limits.wave + 1 + 3 + 32)
+    m = 2 if dim <= 128 else 1
+    for blocks in (2, 1):
+        room = min(limits.shared_block, limits.shared_sm // blocks - 1024) - queue
+        n = max((n for n in (16, 32, 64) if prefill_shared(kv_bytes, dim, waves, m, n) <= room and n <= (64 if dim < 128 else 32)), default=0)
+        stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
+        if n >= (32 if blocks == 2 else 16) and stages:
+            break
+    else:
+        raise ValueError(f"no prefill instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
+    shared = max(prefill_shared(kv_bytes, dim, waves, m, n), decode_shared(kv_bytes, dim, waves, stages)) + queue
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
+               ("PA_BLOCKS", str(blocks)), ("PA_M", str(m)), ("PA_N", str(n)))
+    return Shape(Instance("mixed", options), waves * limits.wave, shared, few.unit, blocks, 16 * m * waves)
+
+
+def small_instance(kernel: str, dtype: str, kv_dtype: str | None = None) -> Instance:
+    """The append or merge kernel for its types."""
+    return Instance(kernel, (("PA_T", TYPES[dtype]), *((("PA_C", TYPES[kv_dtype]),) if kv_dtype else ())))
+
+
+# Of one block that asks, and of a multiprocessor, KiB: CUDA C++ Programming Guide, "Compute Capabilities".
+SHARED_KIB = {"sm_80": (163, 164), "sm_87": (163, 164), "sm_86": (99, 100), "sm_89": (99, 100), "sm_90": (227, 228), "sm_100": (227, 228),
+              "sm_103": (227, 228), "sm_110": (227, 228), "sm_120": (99, 100), "sm_121": (99, 100)}
+
+
+def limits_of(arch: str, sms: int = 1) -> Limits:
+    """The limits of a CUDA architecture, for building without one; an unknown one gets the smallest."""
+    block, sm = SHARED_KIB.get(arch, (99, 100))
+    return Limits(block << 10, sm << 10, sms)
+
+
+def every_instance(limits: Limits) -> list[Instance]:
+    """All instances that calls on such a device can want."""
+    eight = [name for name in TYPES if name.startswith("float8")]
+    found = []
+    for dtype in ("float16", "bfloat16"):
+        for kv in (dtype, *eight):
+            for dim in HEAD_DIMS:
+                found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, mixed_shape)]
+    for dtype in ("float32", "float16", "bfloat16"):
+        found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
+    return found

@@ -1,0 +1,166 @@
+"""portattn/native.py over the fake driver: every pointer where params.h has it, workspaces, alignment, grids."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+
+import pytest
+import torch
+
+from portattn import native
+from portattn.problem import Call, Problem
+
+from .test_driver import _params, fake, libraries, log  # noqa: F401: fixtures
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LIMITS = native.Limits(227 << 10, 228 << 10, 132)
+
+
+@pytest.fixture
+def device(fake, monkeypatch):  # noqa: F811
+    """A native.Device on CPU tensors, torch's CUDA functions answered by hand."""
+    state = {"stream": 0x90, "capturing": False}
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state["stream"], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: state["capturing"], raising=False)
+    d = native.Device(fake[0], torch.device("cpu", 0), "sm_90", LIMITS)
+    d.state, d.library = state, fake[1]
+    return d
+
+
+def problem(**changed):
+    return Problem("paged", "cuda", "sm_90", "bfloat16", "bfloat16", 8, 2, 64, 64, 16, "decode", "bfloat16", causal=True)._replace(**changed)
+
+
+def paged(**changed):
+    bf = lambda *s: torch.zeros(*s, dtype=torch.bfloat16)
+    call = Call(bf(3, 1, 8, 64), bf(5, 16, 2, 64), bf(5, 16, 2, 64), 0.125, causal=True, max_seqlen_q=1, max_seqlen_k=64,
+                block_table=torch.zeros(3, 4, dtype=torch.int32), kv_lens=torch.zeros(3, dtype=torch.int64), out=bf(3, 1, 8, 64))
+    return call._replace(**changed)
+
+
+def seen(device) -> dict:
+    """The struct of the last launch, by field."""
+    codes = "<" + "".join(code for _, code in native.ATTENTION)
+    raw = ctypes.string_at(_params(device.library), struct.calcsize(codes))
+    return dict(zip((name for name, _ in native.ATTENTION), struct.unpack(codes, raw)))
+
+
+def test_every_tensor_is_where_the_struct_has_it(device):
+    f = lambda *s: torch.ones(*s)
+    call = paged(alibi_slopes=f(3, 8), sinks=f(8), k_scale=f(2), v_scale=f(3, 2), rotary_cos=f(64, 16), rotary_sin=f(64, 16), return_lse=True)
+    out, lse = native.Attention(device, call, problem(lse=True))(call)
+    got = seen(device)
+    want = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "lengths": call.kv_lens, "block_table": call.block_table,
+            "alibi": call.alibi_slopes, "sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale, "rotary_cos": call.rotary_cos,
+            "rotary_sin": call.rotary_sin}
+    assert {name: got[name] for name in want} == {name: x.data_ptr() for name, x in want.items()}
+    assert out is call.out and got["cu_q"] == got["cu_k"] == 0 and got["partial"] and got["counters"]
+    assert (got["alibi_batch"], got["scale_head_k"], got["scale_batch_v"], got["rotary_dim"]) == (8, 1, 2, 32)
+    assert got["flags"] & native.LENGTHS_64 and not got["flags"] & native.TABLE_64 and got["flags"] & native.SINKS_FLOAT
+
+
+def test_ragged_calls_name_their_prefix_sums(device):
+    q, k = torch.zeros(7, 8, 64).half(), torch.zeros(90, 2, 64).half()
+    cu_q, cu_k, used = torch.tensor([0, 3, 7]), torch.tensor([0, 40, 90], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
+    call = Call(q, k, k.clone(), 1.0, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_k=used, max_seqlen_q=4, max_seqlen_k=50)
+    native.Attention(device, call, problem(layout="varlen", dtype="float16", kv_dtype="float16", page_size=0))(call)
+    got = seen(device)
+    assert (got["cu_q"], got["cu_k"], got["lengths"]) == (cu_q.data_ptr(), cu_k.data_ptr(), used.data_ptr())
+    assert got["flags"] & native.CU_Q_64 and not got["flags"] & native.CU_K_64 and got["batch"] == 2 and got["q_batch"] == 0
+
+
+def test_what_is_not_aligned_is_said_call_by_call(device):
+    call = paged()
+    run = native.Attention(device, call, problem())
+    run(call)
+    assert seen(device)["flags"] & native.ALIGNED and seen(device)["flags"] & native.OUT_ALIGNED
+    shifted = torch.zeros(call.k.numel() + 1, dtype=torch.bfloat16)[1:].view(call.k.shape)
+    run(call._replace(k=shifted))
+    assert not seen(device)["flags"] & native.ALIGNED and seen(device)["flags"] & native.OUT_ALIGNED
+    run(call._replace(out=torch.zeros(call.q.numel() + 1, dtype=torch.bfloat16)[1:].view(call.q.shape)))
+    assert seen(device)["flags"] & native.ALIGNED and not seen(device)["flags"] & native.OUT_ALIGNED
+
+
+def test_a_stream_has_one_workspace_and_each_capture_its_own(device):
+    call = paged()
+    run = native.Attention(device, call, problem())
+    places = []
+    for stream, capturing in ((0x90, False), (0x90, False), (0x91, False), (7, True), (7, True), (0x90, False)):
+        device.state.update(stream=stream, capturing=capturing)
+        run(call)
+        places.append(seen(device)["counters"])
+    assert places[0] == places[1] == places[5] and len({places[0], places[2], places[3]}) == 3 and places[3] == places[4]
+    assert seen(device)["partial"] % 16 == 0
+
+
+def test_a_workspace_grows_and_is_zeroed(device):
+    w = device.workspaces
+    first = w.get(1, native.Room(10, 100))
+    assert w.get(1, native.Room(4000, 100)) == first and w.get(1, native.Room(10, 10**6)) != first
+    counters = w.eager[1][3][:4096].view(torch.int32)
+    assert counters.data_ptr() == w.get(1, native.Room(1, 1))[1] and not counters.any()
+
+
+def test_new_tokens_are_appended_first(device):
+    new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
+    call = paged(k_new=new, v_new=new.clone())
+    device.library.fake_reset()
+    native.Attention(device, call, problem(append=True))(call)
+    launches = [x for x in log(device.library) if x.startswith("launch")]
+    assert len(launches) == 2 and launches[0].startswith("launch grid 3 1 1 block 128 1 1 shared 0")
+
+
+def test_empty_calls_launch_nothing(device):
+    call = paged(q=torch.zeros(0, 1, 8, 64, dtype=torch.bfloat16), out=None, block_table=torch.zeros(0, 4, dtype=torch.int32),
+                 kv_lens=torch.zeros(0, dtype=torch.int32), return_lse=True)
+    device.library.fake_reset()
+    out, lse = native.Attention(device, call, problem())(call)
+    assert out.shape == (0, 1, 8, 64) and lse.shape == (0, 1, 8) and not log(device.library)
+
+
+def test_grids_are_bounded_by_the_device_and_by_the_work(device):
+    def grid(call, p=problem()):
+        native.Attention(device, call, p)(call)
+        return tuple(map(int, log(device.library)[-1].split()[2:4]))
+
+    assert grid(paged()) == (2, 3), "three sequences of at most one unit of 64 keys, two kv heads"
+    many = paged(block_table=torch.zeros(3, 4000, dtype=torch.int32), max_seqlen_k=64000)
+    lines, workers = grid(many)
+    assert lines == 2 and lines * workers == 2 * LIMITS.sms
+    wide = torch.zeros(3, 80, 8, 64, dtype=torch.bfloat16)
+    assert grid(paged(q=wide, out=wide.clone(), max_seqlen_q=80), problem(q_len="extend")) == (3 * 3 * 2, 1), "tiles of 128 rows, no parts"
+
+
+def test_eight_threads_share_one_bound_call(device):
+    calls = [paged() for _ in range(8)]
+    run = native.Attention(device, calls[0], problem())
+    errors = []
+
+    def work(call):
+        try:
+            for _ in range(100):
+                assert run(call) is call.out
+        except Exception as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=work, args=(c,)) for c in calls]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors and 1 <= len(run.launch.records[0]) <= 8
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2, 3, 5, 8, 16, 32, 128])
+@pytest.mark.parametrize("workers", [1, 7, 132, 264, 1000])
+def test_lines_leave_few_workers_idle(heads_kv, workers):
+    d = native.dealing(heads_kv, workers)
+    assert d["lines"] * d["line_heads"] == heads_kv and workers - d["lines"] * d["workers"] <= workers / 50
+
+
+def test_division_by_constants_is_exact():
+    for d in [*range(2, 600), 12345, 1 << 20, (1 << 20) + 1]:
+        inverse, shift = native.division(d)
+        for a in (0, 1, d - 1, d, d + 1, 7 * d - 1, 2**31 - 1, 2**31 - d):
+            assert (a * inverse >> 32) >> shift == a // d
