@@ -31,6 +31,9 @@ _MEMO_LIMIT = 4096  # keys; an engine meets some hundreds
 registry._listeners.append(_memo.clear)
 
 
+# In a key, 1 equals True: what is neither True nor False is wrapped, so that it never finds a validated call's entry.
+
+
 def _meta(x: Any) -> Any:
     """What a key must know of an optional argument."""
     return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
@@ -129,10 +132,12 @@ def attention(
         if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
             extra = (_meta(bias), _meta(alibi_slopes), _meta(sinks), _meta(out))
         key = (
-            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype,
+            k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
             _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
             causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(),
+            _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
@@ -216,12 +221,14 @@ def attention_varlen(
         if seqused_k is not None or alibi_slopes is not None or sinks is not None or out is not None:
             extra = (_meta(seqused_k), _meta(alibi_slopes), _meta(sinks), _meta(out))
         key = (
-            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
-            cu_seqlens_q.shape, cu_seqlens_q.is_contiguous() or cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device,
-            cu_seqlens_k.shape, cu_seqlens_k.is_contiguous() or cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q, max_seqlen_k,
-            _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
-            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,  # 1 is no True: see validate.boolean
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype,
+            k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device, cu_seqlens_q.shape,
+            cu_seqlens_q.is_contiguous() or cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_k.shape,
+            cu_seqlens_k.is_contiguous() or cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q,
+            max_seqlen_k, _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
+            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(),
+            _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
@@ -331,13 +338,15 @@ def attention_paged(
             extra = (extra, _meta(k), _meta(v), _meta(rotary_cos), _meta(rotary_sin), _meta(k_scale), _meta(v_scale), _meta(alibi_slopes),
                      _meta(sinks))
         key = (
-            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k_cache.shape, k_cache.is_contiguous() or k_cache.stride(), k_cache.dtype, k_cache.device,
-            v_cache.shape, v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device,
-            block_table.shape, block_table.is_contiguous() or block_table.stride(), block_table.dtype, block_table.device,
-            kv_lens.shape, kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
-            _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved, kv_layout,
-            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,  # 1 is no True: see validate.boolean
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(), _state(),
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k_cache.shape,
+            k_cache.is_contiguous() or k_cache.stride(), k_cache.dtype, k_cache.device, v_cache.shape,
+            v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, block_table.shape,
+            block_table.is_contiguous() or block_table.stride(), block_table.dtype, block_table.device, kv_lens.shape,
+            kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
+            _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved,
+            kv_layout, causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(),
+            _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
@@ -404,10 +413,12 @@ def cache_append(
     key = None
     try:
         key = (
-            "append", k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device, k_cache.shape, k_cache.stride(),
-            k_cache.dtype, k_cache.device, v_cache.shape, v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
-            slot_mapping.is_contiguous() or slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device, _grad_mode() and (k.requires_grad, v.requires_grad),
-            kv_layout, _meta(k_scale), _meta(v_scale), backend, _order(), _state(),
+            "append", k.shape, k.is_contiguous() or k.stride(), k.dtype, k.device, v.shape, v.is_contiguous() or v.stride(),
+            v.dtype, v.device, k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device, v_cache.shape,
+            v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
+            slot_mapping.is_contiguous() or slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device,
+            _grad_mode() and (k.requires_grad, v.requires_grad), kv_layout, _meta(k_scale), _meta(v_scale), backend, _order(),
+            _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
