@@ -354,8 +354,24 @@ def walk(
 
     # LOOPS "edges": one loop, and a branch around the masks. Where matrix instructions are asynchronous (wgmma), a branch between
     # them makes the assembler run them one by one; there, "two": full tiles have a loop of their own; or "always": one loop that
-    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more.
+    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more. The edges come
+    # first: after the full tiles, ptxas would see the accumulator copied and run the full tiles' matrix instructions one by one.
     pages = cols
+    if LOOPS == "two":
+        before = (full_start - start) // BN
+        tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
+        for t in tl.range(0, tiles, num_stages=2):  # few; more stages would only take shared memory
+            n = start + t * BN
+            if t >= before:
+                n = full_end + (t - before) * BN
+            if PAGED:
+                pages = pages_of(table, n, cols, lo, hi, page_size, PAGE)
+            k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+            v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+            acc, den, top = step(
+                acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
+                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)  # fmt: skip
+
     if LOOPS == "two":
         first_n, last_n = full_start, full_end
     else:
@@ -371,20 +387,6 @@ def walk(
         acc, den, top = step(
             acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
             D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if LOOPS == "two" else LOOPS, DENSE)  # fmt: skip
-    if LOOPS == "two":
-        before = (full_start - start) // BN
-        tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
-        for t in tl.range(0, tiles, num_stages=2):  # few; more stages would only take shared memory
-            n = start + t * BN
-            if t >= before:
-                n = full_end + (t - before) * BN
-            if PAGED:
-                pages = pages_of(table, n, cols, lo, hi, page_size, PAGE)
-            k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-            v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
-            acc, den, top = step(
-                acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
-                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)  # fmt: skip
 
     if DEFER:
         den = tl.sum(den, 1)
@@ -668,7 +670,7 @@ def attend(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
-    V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, SPLIT_LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """MODE "tiles", "splits", or "both": `programs` tile programs, the rest split programs. The arguments up
     to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
@@ -695,7 +697,7 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
                 fixed_splits, stripe, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS if BM >= 64 else "edges", FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
     if MODE != "tiles":
         if not is_tile:
             program(
@@ -706,7 +708,7 @@ def attend(
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
                 fixed_splits, stripe, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
                 SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
-                LOOPS if SPLIT_BM >= 64 else "edges", FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
 
 
 # ---- the small ones

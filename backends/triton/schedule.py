@@ -175,6 +175,13 @@ def page_kind(page_size: int, bn: int) -> int:
     return page_size if bn % page_size == 0 else 0
 
 
+def loops_for(s: Shape, bm: int) -> str:
+    """The kernel's LOOPS for blocks of bm rows; below 64, matrix instructions are synchronous everywhere."""
+    if not s.wgmma or s.ieee or bm < 64:
+        return "edges"
+    return "always" if s.short else "two"
+
+
 def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, vector: bool, merge_rows: int) -> Spec:
     """The specialisation of `attend`; search: sequences searched at once; vector: split programs solve over all of them;
     merge_rows: rows that the last item of a block merges at a time."""
@@ -198,14 +205,13 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
     bd, bd2 = head_blocks(s.d)
     bdv = pow2(s.dv, 16)
     v_in_k = s.v_in_k and bdv == bd
-    loops = "edges" if not s.wgmma or s.ieee else "always" if s.short else "two"
     constants = {
         "MODE": mode, "BM": tile.bm, "BN": tile.bn, "SPLIT_BM": split.bm, "SPLIT_BN": split.bn, "BB": search if vector else 0,
         "SEARCH": search, "G": s.group, "D": s.d, "DV": s.dv, "BD": bd, "BD2": bd2, "BDV": bdv, "PAGED": s.layout == "paged",
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
-        "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops, "FLIP": s.flip, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+        "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
     }  # fmt: skip
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
