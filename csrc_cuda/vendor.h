@@ -51,6 +51,7 @@ template <class T>
 PA_DEVICE T* in_global(T* p) { return p; }
 template <class P>
 PA_DEVICE const P& anew(const P& params) { return params; }
+PA_DEVICE int anew(int x) { return x; }
 
 // Before the barrier that comes before atomic_add_ordered: this thread's writes are for other blocks. Nothing to do
 // here, the atomic's release speaks for all that the barrier ordered before it.

@@ -152,7 +152,12 @@ struct Decode {
   static constexpr int kEach = 16 / static_cast<int>(sizeof(C));                     // elements of a piece of 16 bytes
   static constexpr int kPieces = kD / kEach;                                         // of a row
   static constexpr int kLoads = ceil_div(kKeys * kPieces, warp::kWave);              // of a lane, for 16 keys or their values
-  static constexpr bool kEarlyValues = kD * (64 / warp::kWave) * static_cast<int>(sizeof(C)) <= 512;  // both in flight: 64 registers
+  // What is fetched a unit ahead, so that output, q and pieces leave half of 256 registers or so: 2 keys and values, 1 keys (values
+  // while the scores are computed), 0 neither.
+  static constexpr int kOutRegisters = kTiles * mma::kAcc, kPieceRegisters = 4 * kLoads;
+  static constexpr int kQRegisters = kHoldQ ? kTiles * static_cast<int>(sizeof(mma::FragA)) / 4 : 0;
+  static constexpr int kAhead = kOutRegisters + kQRegisters + 2 * kPieceRegisters <= 160 ? 2 : kOutRegisters + kPieceRegisters <= 140 ? 1 : 0;
+  static constexpr int kScoreUnroll = kStaged && !kHoldQ ? 2 : kTiles;
   struct Pieces { Bytes16 x[kLoads]; };
 
   PA_DEVICE bool whole(const Cursor<kUnit>& c, int first) const {
@@ -185,7 +190,7 @@ struct Decode {
   // Starts the loads of 16 keys (or their values) of the cursor's sequence, where they are whole.
   template <bool kOfV>
   PA_DEVICE void fetch(const Cursor<kUnit>& c, int first, i64 page, Pieces& x) const {
-    x = {};  // so that no register keeps what was there before
+    x = {};
     if (!whole(c, first)) return;
     const KvOffset at = kv_offset(p, c.s, page, first, c.head_kv);
     const C* base = in_global(static_cast<const C*>(kOfV ? p.v : p.k)) + (kOfV ? at.v : at.k);
@@ -287,7 +292,7 @@ struct Decode {
     const T* k = kWiden ? widened(wave) : reinterpret_cast<const T*>(stage(wave, slot));
     const T* v = k + kKeys * kPitch;
     mma::Acc s[2] = {};
-#pragma unroll
+#pragma unroll kScoreUnroll
     for (int t = 0; t < kTiles; ++t) {
       mma::FragB kb;
       mma::load_b_rows(kb, k + t * 16, kPitch);
@@ -419,11 +424,14 @@ struct Decode {
   // Merges `count` states of the workspace, in order, into the result. State 0 is in slot first, state i in
   // next + (i - 1) * stride. A thread has four columns of a row; weights are found by a warp a row, a lane a state.
   PA_DEVICE void merge_slots(const Cursor<kUnit>& c, int rows, int count, int first, int next, int stride, int stage_slot) const {
-    constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kStaged ? 4 : kD > 128 ? 8 : 16;  // kBatch loads wait together
+    constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kStaged ? 4 : 8;  // kBatch loads wait together
     struct Weights { float of[kRowsAtOnce][32], keep[kRowsAtOnce], m[kRowsAtOnce], l[kRowsAtOnce]; };
     static_assert(sizeof(Weights) <= kTileBytes, "the weights pass through a stage that is not in use");
     Weights& weights = *reinterpret_cast<Weights*>(result(0, stage_slot));
-    auto memory = [&](int state) { return slot_memory(state == 0 ? first : next + (state - 1) * stride); };
+    const float* begin = slot_memory(first);
+    const float* others = slot_memory(next);
+    const i64 pitch = static_cast<i64>(stride) * p.partial_rows * (kD + 2);
+    auto memory = [&](int state) { return state == 0 ? begin : others + (state - 1) * pitch; };
     for (int i = thread_x(); i < ceil_div(rows, kRowsAtOnce) * max_of(kThreads, kCols); i += kThreads) {
       constexpr int kPasses = ceil_div(kCols, kThreads);  // 1 unless a row is longer than the block
       const int pass = i / kThreads, row0 = pass / kPasses * kRowsAtOnce;
@@ -531,29 +539,28 @@ struct Decode {
     i64 page;
     Pieces keys, values;
   };
-  PA_DEVICE void fetch_unit(const Cursor<kUnit>& c, int first, Fetched& f, bool keys, bool values) const {
-    if (keys) fetch<false>(c, first, f.page, f.keys);
-    if (values) fetch<true>(c, first, f.page, f.values);
-  }
   PA_DEVICE void turn(Cursor<kUnit>& c, State& st, Fetched& f, int worker) const {
     const int first = c.key() + wave * kKeys;
-    if (c.unit == c.from) {
-      f.page = uniform(look_up(c, first));
-      fetch_unit(c, first, f, true, kEarlyValues);
+    const bool begins = c.unit == c.from, more = c.left > 1;
+    if (begins) f.page = uniform(look_up(c, first));
+    if (begins || kAhead == 0) fetch<false>(c, first, f.page, f.keys);
+    if (begins && kAhead == 2) fetch<true>(c, first, f.page, f.values);
+    if (begins) {
       load_q<T, kD, kTileRows, kThreads>(p, c.s, c.b, c.head_kv, c.first_row, q_shared, kPitch);
       block_sync();
       begin(c, st);
     }
-    const bool more = c.left > 1;
     land<false>(c, first, f.keys);
     const i64 next = more ? look_up(c, first + kUnit) : 0;
-    if (!kEarlyValues) fetch_unit(c, first, f, false, true);
+    if (kAhead == 1) fetch<true>(c, first, f.page, f.values);
     warp::wave_sync();
     step(c, st, 0, [&] {
+      if (kAhead == 0) fetch<true>(c, first, f.page, f.values);
       land<true>(c, first, f.values);
       f.page = uniform(next);
-      f.keys = {};
-      if (more) fetch_unit(c, first + kUnit, f, true, kEarlyValues);
+      f.keys = {};  // no register keeps what was there before
+      if (more && kAhead >= 1) fetch<false>(c, first + kUnit, f.page, f.keys);
+      if (more && kAhead == 2) fetch<true>(c, first + kUnit, f.page, f.values);
       warp::wave_sync();
     });
     warp::wave_sync();  // before the stage is filled again
@@ -569,6 +576,7 @@ struct Decode {
     Fetched f;
     while (!c.done()) {
       Decode now(anew(p), waves);
+      now.lane = anew(lane);
       now.dealt = dealt;
       now.turn(c, st, f, worker);
     }

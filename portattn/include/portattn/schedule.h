@@ -74,6 +74,7 @@ struct Cursor {
 
   PA_DEVICE void load(const AttentionParams& p) {
     s = sequence(p, b);
+    s = {uniform(s.len_q), uniform(s.len_k), uniform(s.start_q), uniform(s.start_k)};
     work = work_of<kUnit>(p, s, elsewhere);
   }
   PA_DEVICE void enter_tile(const AttentionParams& p) {
@@ -136,7 +137,7 @@ template <int kUnit, int kThreads>
 PA_DEVICE Deal schedule(const AttentionParams& p, int line, int worker, bool elsewhere, Cursor<kUnit>& cursor, ScheduleShared& shared) {
   cursor.left = 0;
   if (p.batch == 1) {  // no scan: saves two barriers where latency is all
-    const Deal d = deal(p, weight_of(p, work_of<kUnit>(p, sequence(p, 0), elsewhere)));
+    const Deal d = deal(p, uniform(weight_of(p, work_of<kUnit>(p, sequence(p, 0), elsewhere))));
     if (worker < d.workers) cursor.place(p, line, 0, 0, d.begin(worker), d.begin(worker + 1), elsewhere);
     return d;
   }
@@ -160,7 +161,7 @@ PA_DEVICE Deal schedule(const AttentionParams& p, int line, int worker, bool els
     if (i < w) before += shared.sums[i];
     total += shared.sums[i];
   }
-  const Deal d = deal(p, total);
+  const Deal d = deal(p, uniform(total));
   if (worker >= d.workers) return d;
   const int begin = d.begin(worker);
   if (before <= begin && begin < before + mine) {
