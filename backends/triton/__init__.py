@@ -21,8 +21,7 @@ _INTERPRET_FIX = "TRITON_INTERPRET=1 runs the kernels on CPU tensors, slowly"
 def probe(device: torch.device) -> tuple[Reason, ...]:
     """() if Triton imports and drives this device; touches it."""
     try:
-        import triton
-        from triton import language  # noqa: F401
+        import triton.language  # noqa: F401
     except Exception as exc:  # a broken install raises anything
         return (Reason("not_installed", "triton >=3.4", f"{type(exc).__name__}: {exc}", "pip install 'triton>=3.4'"),)
     from .launch import interpreting
@@ -31,7 +30,8 @@ def probe(device: torch.device) -> tuple[Reason, ...]:
         from . import kernels
 
         if not type(kernels.attend).__name__.startswith("Interpreted"):
-            return (Reason("device", "TRITON_INTERPRET=1 before the first import of the kernels", "set later", "set it in the environment"),)
+            return (Reason("device", "TRITON_INTERPRET=1 before the first import of the kernels", "set later",
+                           "set it in the environment"),)
         return () if device.type == "cpu" else (Reason("device", "cpu", device.type, "unset TRITON_INTERPRET"),)
     if device.type != "cuda":
         return (Reason("device", "cuda|hip", device.type, _INTERPRET_FIX if device.type == "cpu" else ""),)
@@ -59,7 +59,8 @@ def attention(call: Call, bound: Any) -> Tensor | tuple[Tensor, Tensor]:
     return run(call)
 
 
-def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Any, v_scale: Any, bound: Any) -> None:
+def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Any, v_scale: Any,
+                 bound: Any) -> None:
     """Writes k and v into the slots of a paged cache."""
     run = bound.state.get("triton")
     if run is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, Callable
 
@@ -28,21 +29,18 @@ def machine_of(device: torch.device) -> Machine:
     return _machine(device.type, index)
 
 
-def _machine(kind: str, index: int, _known: dict = {}) -> Machine:
-    found = _known.get((kind, index))
-    if found is None:
-        if kind != "cuda":
-            found = Machine("", 3, 1 << 30)
-        else:
-            import triton
-            from portattn.device import facts
+@functools.lru_cache(maxsize=None)
+def _machine(kind: str, index: int) -> Machine:
+    if kind != "cuda":
+        return Machine("", 3, 1 << 30)  # the interpreter: few programs, so that small shapes are split too
+    import triton
 
-            driver = triton.runtime.driver.active
-            properties = driver.utils.get_device_properties(index)
-            found = Machine(facts(torch.device(kind, index)).arch, properties["multiprocessor_count"], properties["max_shared_mem"],
-                            driver.get_current_target().warp_size)  # fmt: skip
-        _known[kind, index] = found
-    return found
+    from portattn.device import facts
+
+    driver = triton.runtime.driver.active
+    properties = driver.utils.get_device_properties(index)
+    return Machine(facts(torch.device(kind, index)).arch, properties["multiprocessor_count"], properties["max_shared_mem"],
+                   driver.get_current_target().warp_size)
 
 
 def _load(spec: Spec, device: int) -> Any:
@@ -60,7 +58,8 @@ class Workspace:
 
     Eager calls on one stream run in order and share that stream's buffer. A captured call must not share memory with calls
     outside its graph: its partial results come from the graph's own pool, its counters are a slice of an arena that no other
-    captured call uses until the arena wraps around. Counters are zero between launches: the last program of a block resets its own.
+    captured call uses until the arena wraps around. Counters are zero between launches: the last program of a block resets its
+    own.
     """
 
     ARENA = 1 << 20
@@ -154,8 +153,9 @@ class Attention:
         self.total_q = q.shape[0] if ragged else None
         self.max_q = call.max_seqlen_q if ragged else q.shape[1]
         self.page_size = k.shape[1] if self.layout == "paged" else 0
-        self.max_k = {"paged": lambda: call.block_table.shape[1] * self.page_size, "varlen": lambda: min(call.max_seqlen_k, k.shape[0]),
-                      "dense": lambda: k.shape[1]}[self.layout]()  # fmt: skip
+        self.max_k = {"paged": lambda: call.block_table.shape[1] * self.page_size, "varlen": lambda: min(call.max_seqlen_k,
+                                                                                                         k.shape[0]),
+                      "dense": lambda: k.shape[1]}[self.layout]()
         self.out_shape = (*q.shape[:-1], self.dv)
         self.empty = 0 in self.out_shape or self.batch == 0
         self.has_lse = call.return_lse
@@ -174,7 +174,7 @@ class Attention:
         """Attributes of a call that the kernel reads besides q, k, v, out and lse, in its order; and what to do to each first."""
         lens = "seqused_k" if self.layout == "varlen" else "kv_lens"
         names = ("block_table", lens, "cu_seqlens_q", "cu_seqlens_k", "bias", "alibi_slopes", "sinks", "k_scale", "v_scale",
-                 "rotary_cos", "rotary_sin")  # fmt: skip
+                 "rotary_cos", "rotary_sin")
         found = []
         for name in names:
             t = getattr(call, name)
@@ -187,33 +187,35 @@ class Attention:
         bias = [s if n > 1 else 0 for n, s in zip(call.bias.shape, call.bias.stride())] if call.bias is not None else [0] * 4
         table, alibi, cos = call.block_table, call.alibi_slopes, call.rotary_cos
         out = call.out
-        o = _row_strides(out) if out is not None else ((self.max_q * self.heads_q * self.dv if out is None and call.q.dim() == 4 else 0),
-                                                       self.heads_q * self.dv, self.dv)  # fmt: skip
+        contiguous = (self.max_q * self.heads_q * self.dv if call.q.dim() == 4 else 0, self.heads_q * self.dv, self.dv)
+        o = contiguous if out is None else _row_strides(out)
         row = lambda t: (t.stride(0) if _plain(t) else t.shape[1]) if t is not None else 0
         return [*_row_strides(call.q), *_row_strides(call.k), *_row_strides(call.v), *o, row(table), *bias,
-                row(alibi) if alibi is not None and alibi.dim() == 2 else 0, *_scale_strides(call.k_scale), *_scale_strides(call.v_scale),
-                row(cos)]  # fmt: skip
+                row(alibi) if alibi is not None and alibi.dim() == 2 else 0, *_scale_strides(call.k_scale),
+                *_scale_strides(call.v_scale),
+                row(cos)]
 
     def _shape(self, call: Call) -> Shape:
         q, k, v = call.q, call.k, call.v
         out_dtype = call.out.dtype if call.out is not None else q.dtype
-        # Tensors with a bool or 8-bit dtype are bytes to the kernel.
         strides = [s * t.element_size() for t in (q, k, v) for s in _row_strides(t)]
         strides += [s * out_dtype.itemsize for s in self.fixed[9:12]]
-        biggest = max(abs(s) for t in (k, v) for s in _row_strides(t)[1:2]) if self.layout != "paged" else max(_row_strides(k)[1], _row_strides(v)[1])
+        widest = max(abs(_row_strides(t)[1]) for t in (k, v))
         lens = call.seqused_k if self.layout == "varlen" else call.kv_lens
         return Shape(
-            dtype=q.dtype, kv_dtype=k.dtype, out_dtype=out_dtype, native_fp8=not self.interpreted and self.machine.converts(k.dtype),
+            dtype=q.dtype, kv_dtype=k.dtype, out_dtype=out_dtype,
+            native_fp8=not self.interpreted and self.machine.converts(k.dtype),
             group=self.group, d=self.d, dv=self.dv, layout=self.layout, page_size=self.page_size, left=call.window_left >= 0,
             right=call.window_right >= 0, softcap=call.softcap > 0, bias=_dtype(call.bias), alibi=call.alibi_slopes is not None,
             sinks=_dtype(call.sinks), lse=self.has_lse, rotary=2 * call.rotary_cos.shape[1] if call.rotary_cos is not None else 0,
             rotary_dtype=_dtype(call.rotary_cos), interleaved=call.rotary_interleaved, k_scale=isinstance(call.k_scale, Tensor),
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
-            v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=biggest * 256 >= 1 << 31,
-            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16), short=self.max_k <= schedule.SHORT_KEYS and not self.invariant, flip=False, descriptors=False,
+            v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=widest * 256 >= 1 << 31,
+            ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
+            short=self.max_k <= schedule.SHORT_KEYS and not self.invariant, flip=False, descriptors=False,
             wgmma=self.machine.wgmma,
-        )  # fmt: skip
+        )
 
     def _prepare(self, call: Call, aligned: bool, v_in_k: bool, negative: bool) -> tuple:
         """(launch, floats of workspace, counters) of one variant: by what the pointers allow."""
@@ -222,9 +224,11 @@ class Attention:
         bd, bd2 = schedule.head_blocks(self.d)
         padded = max(bd + bd2, schedule.pow2(self.dv, 16))
         padded = padded if padded <= 256 else 512
-        sizes = dict(batch=self.batch, heads_kv=self.heads_kv, group=self.group, max_q=self.max_q, max_k=self.max_k, total_q=self.total_q)
-        mode = schedule.pick_mode(self.machine.multiprocessors, layout=self.layout, head_dim=max(self.d, self.dv), invariant=self.invariant,
-                                  **sizes)  # fmt: skip
+        sizes = dict(batch=self.batch, heads_kv=self.heads_kv, group=self.group, max_q=self.max_q, max_k=self.max_k,
+                     total_q=self.total_q)
+        mode = schedule.pick_mode(self.machine.multiprocessors, layout=self.layout, head_dim=max(self.d, self.dv),
+                                  invariant=self.invariant,
+                                  **sizes)
         shape = shape._replace(descriptors=mode == "tiles" and self._descriptors(call, shape))
         # Chunks of about one length are tiles with some splits; a batch of mostly decodes wants both kinds side by side.
         chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
@@ -253,9 +257,10 @@ class Attention:
                 raise RuntimeError(f"no configuration of {spec.name} fits {self.machine.shared} bytes of shared memory")
         grid = schedule.grid_for(mode, tile, split, slots=slots, num_splits=self.num_splits, invariant=self.invariant,
                                  kv_bytes=self.max_k * (self.d + self.dv) * shape.kv_dtype.itemsize,
-                                 one_part=not uniform and not vector, **sizes)  # fmt: skip
-        fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs, grid.group, grid.slots,
-                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors]  # fmt: skip
+                                 one_part=not uniform and not vector, **sizes)
+        fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs,
+                 grid.group, grid.slots,
+                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors]
         if self.interpreted:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
@@ -268,10 +273,10 @@ class Attention:
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
 
     def _descriptors(self, call: Call, shape: Shape) -> bool:
-        """Whether tiles of keys go through tensor descriptors: unpadded head dims, and enough work to hide the cost of Triton's own
-        launcher, which encodes them."""
+        """Whether tiles of keys go through tensor descriptors: unpadded head dims, and enough work to hide the cost of Triton's
+        own launcher, which encodes them."""
         k, v = call.k, call.v
-        if not (shape.wgmma and shape.aligned and self.layout != "paged" and k.dtype == v.dtype == call.q.dtype and not shape.ieee):
+        if not shape.wgmma or not shape.aligned or shape.ieee or self.layout == "paged" or not k.dtype == v.dtype == call.q.dtype:
             return False
         exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
         return exact and k.numel() > 0 and self.batch * self.max_q * self.heads_q >= 32768
@@ -283,7 +288,8 @@ class Attention:
         for t in (call.k, call.v):
             *batch, tokens, heads, d = t.shape
             *batch_s, row, head, _ = t.stride()
-            found.append(TensorDescriptor(t, [*batch, tokens, (heads - 1) * head + d], [*batch_s, row, 1], [*(1 for _ in batch), tile.bn, d]))
+            found.append(TensorDescriptor(t, [*batch, tokens, (heads - 1) * head + d], [*batch_s, row, 1], [*(1 for _ in batch),
+                                                                                                            tile.bn, d]))
         return tuple(found)
 
     def _resident(self, kernel: Any, spec: Spec) -> int:
@@ -300,7 +306,7 @@ class Attention:
     # ---- at every call
 
     def __call__(self, call: Call) -> Any:
-        q, k, v, out = call.q, call.k, call.v, call.out
+        q, out = call.q, call.out
         if out is None:
             out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
         lse = torch.empty(self.out_shape[:-1], dtype=torch.float32, device=self.device) if self.has_lse else None
@@ -399,11 +405,13 @@ class Append:
         search = next(n for n in (16, 128, 1024) if batch < n or n == 1024)
         spec = schedule.append_spec(
             dtype=k_new.dtype, kv_dtype=k.dtype, d=k.shape[-1], dv=v.shape[-1], rotary=2 * cos.shape[1] if cos is not None else 0,
-            interleaved=interleaved, rotary_dtype=_dtype(cos), k_scale=isinstance(k_scale, Tensor), v_scale=isinstance(v_scale, Tensor),
-            search=search, **dtypes)  # fmt: skip
+            interleaved=interleaved, rotary_dtype=_dtype(cos), k_scale=isinstance(k_scale, Tensor), v_scale=isinstance(v_scale,
+                                                                                                                       Tensor),
+            search=search, **dtypes)
         cos_s = (cos.stride(0) if _plain(cos) else cos.shape[1]) if cos is not None else 0
-        fixed = [*_row_strides(k_new), *_row_strides(v_new), *_row_strides(k), *_row_strides(v), table_b, *_scale_strides(k_scale),
-                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads]  # fmt: skip
+        fixed = [*_row_strides(k_new), *_row_strides(v_new), *_row_strides(k), *_row_strides(v), table_b,
+                 *_scale_strides(k_scale),
+                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads]
         grid = -(-self.tokens // dict(spec.constants)["BT"]) * heads
         self.launch: Any = None
         if grid:
@@ -415,7 +423,8 @@ class Append:
                     self.launch = Launch(kernel, spec, fixed, grid, self.index)
 
     def __call__(self, call: Call, stream: int) -> None:
-        self.run(stream, (call.k_new, call.v_new, call.k, call.v), [getattr(call, name) for name in self.names], call.k_scale, call.v_scale)
+        self.run(stream, (call.k_new, call.v_new, call.k, call.v), [getattr(call, name) for name in self.names], call.k_scale,
+                 call.v_scale)
 
     def here(self, tensors: tuple, more: list, k_scale: Any, v_scale: Any) -> None:
         """Launches on the current stream of the tensors' device."""

@@ -157,7 +157,8 @@ def pages_of(table, n, cols, lo, hi, page_size, PAGE: tl.constexpr):
 
 
 @triton.jit
-def key_rows(base, pages, n, cols, page_stride, row_stride, page_size, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr):
+def key_rows(base, pages, n, cols, page_stride, row_stride, page_size, PAGED: tl.constexpr, PAGE: tl.constexpr,
+             WIDE: tl.constexpr):
     """Pointers to the rows of keys n + cols; n is a multiple of BN. WIDE: offsets inside a tile need 64 bits too."""
     if PAGED and PAGE != -1:
         if PAGE > 0:
@@ -204,10 +205,13 @@ def masked(s, j, row_lo, row_hi, LEFT: tl.constexpr):
 
 @triton.jit
 def step(
-    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, MASKS: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
+    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c,
+    cap, slope, bias_row, bias_k, row_ok,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
+    MASKS: tl.constexpr, DENSE: tl.constexpr,
+):
     """One tile of keys: S = Q K^T, rules, online softmax, O += P V. MASKS: "never" for tiles that every row sees in full,
     "always", or "edges": scores are masked if `edge` is true."""
     dims = tl.arange(0, BD)
@@ -272,14 +276,15 @@ def step(
 
 @triton.jit
 def walk(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, k_first, k_col, v_col, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, k_first, k_col, v_col, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s,
+    bias_h, bias_q, bias_k, cos_s, page_size,
     c, cap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
     BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr,
     FLIP: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
+):
     """Rows row0 .. row0 + BM of one kv head over keys lo .. hi. Pointers stand at the sequence (bias: at its batch entry),
     k_ptr and v_ptr at the kv head too. Returns acc, den, top: sum p v, sum p, and the largest logit."""
     rows = row0 + tl.arange(0, BM)
@@ -302,7 +307,8 @@ def walk(
         dims2 = BD + tl.arange(0, BD2)
         mask2 = row_ok[:, None] & (dims2[None, :] < D)
         if ROTARY > 0:
-            q2 = narrow(rotated(q_ptr, q_at, dims2, mask2, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED), q_ptr.dtype.element_ty, IEEE)
+            q2 = narrow(rotated(q_ptr, q_at, dims2, mask2, pos, cos, sin, cos_s, D, ROTARY, INTERLEAVED), q_ptr.dtype.element_ty,
+                        IEEE)
         else:
             q2 = tl.load(q_ptr + (q_at[:, None] + dims2[None, :]), mask=mask2, other=0.0)
 
@@ -354,8 +360,8 @@ def walk(
 
     # LOOPS "edges": one loop, and a branch around the masks. Where matrix instructions are asynchronous (wgmma), a branch between
     # them makes the assembler run them one by one; there, "two": full tiles have a loop of their own; or "always": one loop that
-    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more. The edges come
-    # first: after the full tiles, ptxas would see the accumulator copied and run the full tiles' matrix instructions one by one.
+    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more. The edges
+    # come first: behind the full tiles, ptxas sees the accumulator copied, and runs those tiles' matrix instructions one by one.
     pages = cols
     if LOOPS == "two":
         before = (full_start - start) // BN
@@ -369,8 +375,9 @@ def walk(
             k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
             v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
             acc, den, top = step(
-                acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, True, c, cap, slope, bias_row, bias_k, row_ok,
-                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)  # fmt: skip
+                acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
+                True, c, cap, slope, bias_row, bias_k, row_ok,
+                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)
 
     if LOOPS == "two":
         first_n, last_n = full_start, full_end
@@ -385,8 +392,10 @@ def walk(
             pages = pages_of(table, n + BN, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
         edge = (n < full_start) | (n >= full_end)
         acc, den, top = step(
-            acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
-            D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if LOOPS == "two" else LOOPS, DENSE)  # fmt: skip
+            acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
+            edge, c, cap, slope, bias_row, bias_k, row_ok,
+            D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if LOOPS == "two" else LOOPS,
+            DENSE)
 
     if DEFER:
         den = tl.sum(den, 1)
@@ -397,7 +406,7 @@ def walk(
 
 @triton.jit
 def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_q, G: tl.constexpr, R: tl.constexpr,
-           DV: tl.constexpr, BDV: tl.constexpr, BY_HAND: tl.constexpr):  # fmt: skip
+           DV: tl.constexpr, BDV: tl.constexpr, BY_HAND: tl.constexpr):
     """Sink, division, stores. out stands at the sequence, lse at its first row."""
     rows = row0 + tl.arange(0, R)
     dims = tl.arange(0, BDV)
@@ -428,16 +437,20 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
 @triton.jit
 def program(
     pid,
-    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
+    counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
-    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits, stripe,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr, SEARCH: tl.constexpr,
+    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
+    fixed_splits, stripe,
+    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr,
+    SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
-    IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-):  # fmt: skip
+    IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+):
     """One tile program or one split program. Of ragged sequences, tile programs skip those of SKIP_TO rows or fewer, and
     split programs take those of TAKE_TO rows or fewer (0: all)."""
     # 64 bits whatever the launcher made of small numbers (the interpreter makes int32 of them)
@@ -610,10 +623,12 @@ def program(
                 v_factor = v_factor * tl.load(v_scale + b * vs_b + kvh * vs_h)
 
             acc, den, top = walk(
-                q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi, cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
+                q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi,
+                cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
-                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY, INTERLEAVED,
-                FORMAT, V_IN_K, IEEE, DEFER, LOOPS, FLIP, not PAGED and cu_k is None)  # fmt: skip
+                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY,
+                INTERLEAVED,
+                FORMAT, V_IN_K, IEEE, DEFER, LOOPS, FLIP, not PAGED and cu_k is None)
 
             if SPLIT:
                 if splits > 1:
@@ -643,8 +658,10 @@ def program(
                                     from_slot = (start + ps * pairs + pair).to(tl.int64)[:, None] * BM + mrows[None, :]
                                     t = tl.load(stats + from_slot * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
                                     d = tl.load(stats + from_slot * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-                                    x = tl.load(parts + from_slot[:, :, None] * BDV + dims[None, None, :], mask=there[:, :, None], other=0.0,
-                                                cache_modifier=".cg")  # fmt: skip
+                                    x = tl.load(parts + from_slot[:, :, None] * BDV + dims[None, None, :], mask=there[:, :,
+                                                                                                                      None],
+                                                                                                                      other=0.0,
+                                                cache_modifier=".cg")
                                     new = tl.maximum(mtop, tl.max(t, 0))
                                     base = tl.where(new == float("-inf"), 0.0, new)
                                     w = tl.exp2((t - base[None, :]) * LOG2E)
@@ -652,26 +669,33 @@ def program(
                                     mden = mden * shrink + tl.sum(w * d, 0)
                                     macc = macc * shrink[:, None] + tl.sum(w[:, :, None] * x, 0)
                                     mtop = new
-                                finish(macc, mden, mtop, out, lse, sinks, v_factor, o_s, o_h, row0 + r, kvh, len_q, heads_kv * G, G, MERGE_ROWS,
-                                       DV, BDV, IEEE)  # fmt: skip
+                                finish(macc, mden, mtop, out, lse, sinks, v_factor, o_s, o_h, row0 + r, kvh, len_q, heads_kv * G,
+                                       G, MERGE_ROWS,
+                                       DV, BDV, IEEE)
                 else:
-                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV, IEEE)
+                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV,
+                           IEEE)
             else:
                 finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV, IEEE)
 
 
 @triton.jit
 def attend(
-    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
+    counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
-    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk, fixed_splits, stripe,
-    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr, SEARCH: tl.constexpr,
+    ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
+    fixed_splits, stripe,
+    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr,
+    SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
-    V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, SPLIT_LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-):  # fmt: skip
+    V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, SPLIT_LOOPS: tl.constexpr, FLIP: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):
     """MODE "tiles", "splits", or "both": `programs` tile programs, the rest split programs. The arguments up
     to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
 
@@ -692,23 +716,29 @@ def attend(
         if is_tile:
             program(
                 pid,
-                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin,
+                parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
-                ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-                fixed_splits, stripe, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget,
+                fixed_chunk,
+                fixed_splits, stripe, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV,
+                PAGED, PAGE, WIDE, LEFT,
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)
     if MODE != "tiles":
         if not is_tile:
             program(
                 pid,
-                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats, counters,
+                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin,
+                parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
-                ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-                fixed_splits, stripe, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD, BD2, BDV, PAGED,
+                ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget,
+                fixed_chunk,
+                fixed_splits, stripe, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD,
+                BD2, BDV, PAGED,
                 SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
-                SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)  # fmt: skip
+                SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)
 
 
 # ---- the small ones
@@ -722,7 +752,7 @@ def append(
     batch, len_q, page_size, tokens, heads,
     BT: tl.constexpr, BB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, BY_HAND: tl.constexpr,
-):  # fmt: skip
+):
     """Writes new keys and values into a paged cache: stored = x / scale, after rotary. One program a kv head and BT tokens.
 
     With `slots`, token t goes to slot slots[t] (page * page_size + offset; negative: nowhere). Else it is one of the last
@@ -799,7 +829,7 @@ def append(
 
 @triton.jit
 def merge(outs, lses, sinks, out, lse, parts, rows, heads, part_stride, BR: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-          BY_HAND: tl.constexpr):  # fmt: skip
+          BY_HAND: tl.constexpr):
     """outs (parts, rows, DV) and lses (parts, rows) contiguous, in natural logarithms; row r is head r % heads."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     dims = tl.arange(0, BDV)

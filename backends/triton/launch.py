@@ -20,7 +20,7 @@ POINTER = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
     torch.float8_e4m3fnuz: "*fp8e4b8", torch.float8_e5m2fnuz: "*fp8e5b16",
-}  # fmt: skip
+}
 _FORMAT = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
@@ -53,7 +53,7 @@ def compiled(spec: Spec, target: Any = None) -> Any:
     attrs = {(index[name],): [["tt.divisibility", by]] for name, by in spec.divisible}
     if target is None:
         target = triton.runtime.driver.active.get_current_target()
-    options = {"num_warps": spec.warps, "num_stages": spec.stages}
+    options = {"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True}
     return triton.compile(ASTSource(fn, signature, constants, attrs), target=target, options=options)
 
 
@@ -140,7 +140,7 @@ class Launch:
         if error:
             from portattn.errors import KernelError
 
-            raise KernelError(f"triton kernel {self.spec.name}: the driver refused the launch with error {error} (grid {self.grid})")
+            raise KernelError(f"triton kernel {self.spec.name}: the driver refused to launch {self.grid} programs, error {error}")
 
     def _through_triton(self, changing: tuple) -> None:
         values = iter((*changing, *self.fixed))
@@ -152,7 +152,7 @@ class Launch:
 
 def _needs_scratch(metadata: Any) -> bool:
     return bool(getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
-                or getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False))  # fmt: skip
+                or getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False))
 
 
 _one_at_a_time = threading.Lock()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,9 @@ SHORT_KEYS = 1024  # up to here, one loop that masks every tile beats two loops 
 MAX_SEARCH = 1024  # sequences that a program searches at once for its item; larger batches are not split
 
 FORMATS = {
-    torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.float8_e4m3fnuz: "e4m3fnuz", torch.float8_e5m2fnuz: "e5m2fnuz",
-}  # fmt: skip
+    torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2fnuz: "e5m2fnuz",
+}
 
 
 class Machine(NamedTuple):
@@ -156,12 +157,15 @@ class Shape(NamedTuple):
     wgmma: bool  # asynchronous matrix instructions: sm_90 and the sm_100 family
 
 
-POINTERS = ("q", "k", "v", "k_desc", "v_desc", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks", "k_scale", "v_scale",
-            "cos", "sin", "parts", "stats", "counters")  # fmt: skip
+POINTERS = ("q", "k", "v", "k_desc", "v_desc", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks",
+            "k_scale", "v_scale",
+            "cos", "sin", "parts", "stats", "counters")
 NUMBERS = (("scale", "fp32"), ("softcap", "fp32"), ("v_factor", "fp32"), ("window_left", "i32"), ("window_right", "i32"))
-STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b", "o_s", "o_h", "table_b", "bias_b", "bias_h", "bias_q",
-           "bias_k", "alibi_b", "ks_b", "ks_h", "vs_b", "vs_h", "cos_s")  # fmt: skip
-SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk", "fixed_splits", "stripe")
+STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b", "o_s", "o_h", "table_b", "bias_b", "bias_h",
+           "bias_q",
+           "bias_k", "alibi_b", "ks_b", "ks_h", "vs_b", "vs_h", "cos_s")
+SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk",
+         "fixed_splits", "stripe")
 
 
 def _bias_kind(dtype: torch.dtype | None) -> str:
@@ -194,14 +198,15 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         form, kv = FORMATS[s.kv_dtype], "*u8"
     splits = mode != "tiles"
     types = {
-        "q": POINTER[s.dtype], "k": kv, "v": kv, "k_desc": None, "v_desc": None, "out": POINTER[s.out_dtype], "lse": "*fp32" if s.lse else None,
+        "q": POINTER[s.dtype], "k": kv, "v": kv, "k_desc": None, "v_desc": None, "out": POINTER[s.out_dtype],
+        "lse": "*fp32" if s.lse else None,
         "table": s.table_dtype and POINTER[s.table_dtype], "kv_lens": s.kv_lens_dtype and POINTER[s.kv_lens_dtype],
         "cu_q": s.cu_q_dtype and POINTER[s.cu_q_dtype], "cu_k": s.cu_k_dtype and POINTER[s.cu_k_dtype],
         "bias": s.bias and POINTER[s.bias], "alibi": "*fp32" if s.alibi else None, "sinks": s.sinks and POINTER[s.sinks],
         "k_scale": "*fp32" if s.k_scale else None, "v_scale": "*fp32" if s.v_scale else None,
         "cos": s.rotary_dtype and POINTER[s.rotary_dtype], "sin": s.rotary_dtype and POINTER[s.rotary_dtype],
         "parts": "*fp32" if splits else None, "stats": "*fp32" if splits else None, "counters": "*i32" if splits else None,
-    }  # fmt: skip
+    }
     bd, bd2 = head_blocks(s.d)
     bdv = pow2(s.dv, 16)
     v_in_k = s.v_in_k and bdv == bd
@@ -211,12 +216,13 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
-        "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip, "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
-    }  # fmt: skip
+        "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip,
+        "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+    }
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
         batch = "1, " if s.layout == "dense" else ""
-        types |= {"k_desc": f"tensordesc<{kind}[{batch}{tile.bn}, {bd}]>", "v_desc": f"tensordesc<{kind}[{batch}{tile.bn}, {bdv}]>"}
+        types |= {f"{t}_desc": f"tensordesc<{kind}[{batch}{tile.bn}, {n}]>" for t, n in (("k", bd), ("v", bdv))}
     runtime = [(name, types[name]) for name in POINTERS if types[name]]
     constants |= {name: None for name in POINTERS if not types[name]}
     runtime += [*NUMBERS, *((name, "i64") for name in STRIDES), *((name, "i32") for name in SIZES)]
@@ -242,8 +248,9 @@ class Grid(NamedTuple):
     fixed_splits: int
 
 
-def grid_for(mode: str, tile: Config, split: Config, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None,
-             kv_bytes: int, slots: int, num_splits: int, invariant: bool, one_part: bool) -> Grid:  # fmt: skip
+def grid_for(mode: str, tile: Config, split: Config, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int,
+             total_q: int | None,
+             kv_bytes: int, slots: int, num_splits: int, invariant: bool, one_part: bool) -> Grid:
     """How many programs; total_q is the number of ragged rows (None: max_q each), slots the programs resident at once."""
     rows = max_q * group
     programs, strip = 0, 1
@@ -276,8 +283,9 @@ def grid_for(mode: str, tile: Config, split: Config, *, batch: int, heads_kv: in
     return Grid(programs, programs + items, strip, slots, max(1, budget), chunk, parts)
 
 
-def pick_mode(multiprocessors: int, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None, layout: str,
-              head_dim: int, invariant: bool) -> str:  # fmt: skip
+def pick_mode(multiprocessors: int, *, batch: int, heads_kv: int, group: int, max_q: int, max_k: int, total_q: int | None,
+              layout: str,
+              head_dim: int, invariant: bool) -> str:
     """"tiles", "splits" or "both". With batch_invariant it must not depend on the batch or on bounds."""
     rows = max_q * group
     if head_dim > 256:
@@ -299,9 +307,10 @@ def split_config(base: Config, tile: Config, mode: str, rows: int, group: int) -
     return base._replace(bm=pow2(rows, 16)) if rows <= SPLIT_ROWS else tile
 
 
-def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, rotary: int, interleaved: bool, rotary_dtype: torch.dtype | None,
+def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, rotary: int, interleaved: bool,
+                rotary_dtype: torch.dtype | None,
                 table: torch.dtype | None, kv_lens: torch.dtype | None, cu_q: torch.dtype | None, slots: torch.dtype | None,
-                k_scale: bool, v_scale: bool, search: int) -> Spec:  # fmt: skip
+                k_scale: bool, v_scale: bool, search: int) -> Spec:
     """The specialisation of `append`: into slots, or at the ends of the sequences of a table."""
     eight = kv_dtype in FORMATS
     kv = "*u8" if eight else POINTER[kv_dtype]
@@ -310,26 +319,29 @@ def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, r
         "kv_lens": kv_lens and POINTER[kv_lens], "cu_q": cu_q and POINTER[cu_q], "slots": slots and POINTER[slots],
         "k_scale": "*fp32" if k_scale else None, "v_scale": "*fp32" if v_scale else None,
         "cos": rotary_dtype and POINTER[rotary_dtype], "sin": rotary_dtype and POINTER[rotary_dtype],
-    }  # fmt: skip
+    }
     bd, bdv = pow2(d, 16), pow2(dv, 16)
     constants = {name: None for name, kind in types.items() if not kind} | {
         "BT": max(1, min(16, 4096 // max(bd, bdv))), "BB": search, "D": d, "DV": dv, "BD": bd, "BDV": bdv, "ROTARY": rotary,
         "INTERLEAVED": interleaved, "FORMAT": FORMATS[kv_dtype] if eight else "same", "BY_HAND": interpreting(),
-    }  # fmt: skip
+    }
     runtime = [(name, kind) for name, kind in types.items() if kind] + [("k_divisor", "fp32"), ("v_divisor", "fp32")]
     runtime += [(name, "i64") for name in APPEND_STRIDES] + [(name, "i32") for name in APPEND_SIZES]
     return Spec("append", tuple(runtime), tuple(constants.items()), (), 4, 1)
 
 
-APPEND_STRIDES = ("kn_b", "kn_s", "kn_h", "vn_b", "vn_s", "vn_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "table_b", "ks_b", "ks_h",
-                  "vs_b", "vs_h", "cos_s")  # fmt: skip
+APPEND_STRIDES = ("kn_b", "kn_s", "kn_h", "vn_b", "vn_s", "vn_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "table_b", "ks_b",
+                  "ks_h",
+                  "vs_b", "vs_h", "cos_s")
 APPEND_SIZES = ("batch", "len_q", "page_size", "tokens", "heads")
 
 
 def merge_spec(*, dtype: torch.dtype, sinks: torch.dtype | None, dv: int) -> Spec:
     """The specialisation of `merge`."""
     bdv = pow2(dv, 16)
-    runtime = [("outs", POINTER[dtype]), ("lses", "*fp32"), ("sinks", sinks and POINTER[sinks]), ("out", POINTER[dtype]), ("lse", "*fp32")]
-    constants = {name: None for name, kind in runtime if not kind} | {"BR": max(1, min(16, 4096 // bdv)), "DV": dv, "BDV": bdv, "BY_HAND": interpreting()}
+    runtime = [("outs", POINTER[dtype]), ("lses", "*fp32"), ("sinks", sinks and POINTER[sinks]), ("out", POINTER[dtype])]
+    runtime.append(("lse", "*fp32"))
+    constants = {name: None for name, kind in runtime if not kind} | {"BR": max(1, min(16, 4096 // bdv)), "DV": dv, "BDV": bdv,
+                                                                      "BY_HAND": interpreting()}
     types = [item for item in runtime if item[1]] + [("parts", "i32"), ("rows", "i32"), ("heads", "i32"), ("part_stride", "i64")]
     return Spec("merge", tuple(types), tuple(constants.items()), (), 4, 1)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-
 from portattn.backends.triton import schedule  # noqa: E402
 from portattn.backends.triton.launch import compiled, interpreting  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
 
 pytestmark = [
     pytest.mark.aot,
@@ -25,14 +24,18 @@ FULL = bool(os.environ.get("PORTATTN_TRITON_FULL"))
 KIB = 1024
 SHARED = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx950": 160}  # KiB a program may use; others 64
 MATRIX = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "sm_120": "mma.sync",
-          "gfx90a": "v_mfma_", "gfx942": "v_mfma_", "gfx950": "v_mfma_", "gfx1100": "v_wmma_", "gfx1151": "v_wmma_", "gfx1201": "v_wmma_"}  # fmt: skip
+          "gfx90a": "v_mfma_", "gfx942": "v_mfma_", "gfx950": "v_mfma_", "gfx1100": "v_wmma_", "gfx1151": "v_wmma_",
+          "gfx1201": "v_wmma_"}
 
 BASE = dict(
-    dtype=torch.bfloat16, kv_dtype=torch.bfloat16, out_dtype=torch.bfloat16, native_fp8=False, group=4, d=128, dv=128, layout="dense",
-    page_size=0, left=False, right=True, softcap=False, bias=None, alibi=False, sinks=None, lse=False, rotary=0, rotary_dtype=None,
-    interleaved=False, k_scale=False, v_scale=False, table_dtype=None, kv_lens_dtype=None, cu_q_dtype=None, cu_k_dtype=None, aligned=True,
+    dtype=torch.bfloat16, kv_dtype=torch.bfloat16, out_dtype=torch.bfloat16, native_fp8=False, group=4, d=128, dv=128,
+    layout="dense",
+    page_size=0, left=False, right=True, softcap=False, bias=None, alibi=False, sinks=None, lse=False, rotary=0,
+    rotary_dtype=None,
+    interleaved=False, k_scale=False, v_scale=False, table_dtype=None, kv_lens_dtype=None, cu_q_dtype=None, cu_k_dtype=None,
+    aligned=True,
     v_in_k=False, wide=False, ieee=False, short=False, flip=False, descriptors=False, wgmma=False,
-)  # fmt: skip
+)
 PAGED = dict(layout="paged", page_size=16, table_dtype=torch.int32, kv_lens_dtype=torch.int32)
 VARIANTS = {
     "dense": ("tiles", {}),
@@ -41,7 +44,8 @@ VARIANTS = {
     "mixed": ("both", PAGED | dict(cu_q_dtype=torch.int32)),
     "varlen": ("tiles", dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32, d=64, dv=64, group=1)),
     "d256": ("tiles", dict(d=256, dv=256)),
-    "features": ("tiles", dict(left=True, softcap=True, alibi=True, bias=torch.float32, sinks=torch.float32, lse=True, d=80, dv=72)),
+    "features": ("tiles", dict(left=True, softcap=True, alibi=True, bias=torch.float32, sinks=torch.float32, lse=True, d=80,
+                               dv=72)),
     "rotary": ("splits", PAGED | dict(rotary=128, rotary_dtype=torch.float32, left=True, sinks=torch.bfloat16, lse=True)),
     "fp8": ("splits", PAGED | dict(kv_dtype=torch.float8_e4m3fn, k_scale=True, v_scale=True, flip=True)),
     "latent": ("splits", PAGED | dict(d=576, dv=512, group=16, v_in_k=True)),
@@ -66,7 +70,8 @@ def build(arch: str, name: str):
     m = machine(arch)
     s = schedule.Shape(**(BASE | changes))
     s = s._replace(wgmma=m.wgmma, native_fp8=m.converts(s.kv_dtype))
-    s = s._replace(descriptors=m.wgmma and mode == "tiles" and s.layout != "paged" and s.d == s.dv == schedule.pow2(s.d) and not s.ieee)
+    exact = s.d == s.dv == schedule.pow2(s.d)
+    s = s._replace(descriptors=m.wgmma and mode == "tiles" and s.layout != "paged" and exact and not s.ieee)
     bd, bd2 = schedule.head_blocks(s.d)
     padded = max(bd + bd2, schedule.pow2(s.dv, 16))
     kind = "tiles" if s.descriptors else "mixed" if mode == "both" else "gather"
@@ -95,11 +100,13 @@ def spills(kernel, arch: str, tmp_path) -> int:
 
 ARCHES = list(MATRIX)
 SAMPLE = [
-    ("sm_80", "dense"), ("sm_80", "decode"), ("sm_90", "dense"), ("sm_90", "dense-short"), ("sm_90", "decode"), ("sm_90", "mixed"),
+    ("sm_80", "dense"), ("sm_80", "decode"), ("sm_90", "dense"), ("sm_90", "dense-short"), ("sm_90", "decode"), ("sm_90",
+                                                                                                                 "mixed"),
     ("sm_90", "fp8"), ("sm_90", "latent"), ("sm_100", "dense"), ("sm_120", "dense"), ("sm_120", "decode"), ("gfx90a", "dense"),
-    ("gfx942", "dense"), ("gfx942", "fp8"), ("gfx942", "features"), ("gfx950", "decode"), ("gfx1100", "dense"), ("gfx1151", "decode"),
+    ("gfx942", "dense"), ("gfx942", "fp8"), ("gfx942", "features"), ("gfx950", "decode"), ("gfx1100", "dense"), ("gfx1151",
+                                                                                                                 "decode"),
     ("gfx1201", "dense"), ("gfx1201", "rotary"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ARCHES for n in VARIANTS] if FULL else SAMPLE)
@@ -117,9 +124,11 @@ def test_attention_compiles_to_matrix_instructions_and_fits(arch, name, tmp_path
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1100"])
 def test_append_and_merge_compile(arch, tmp_path):
     for kv in (torch.bfloat16, torch.float8_e4m3fn):
-        spec = schedule.append_spec(dtype=torch.bfloat16, kv_dtype=kv, d=128, dv=128, rotary=128, interleaved=False, rotary_dtype=torch.float32,
-                                    table=torch.int32, kv_lens=torch.int32, cu_q=torch.int32, slots=None, k_scale=True, v_scale=True,
-                                    search=16)  # fmt: skip
+        spec = schedule.append_spec(dtype=torch.bfloat16, kv_dtype=kv, d=128, dv=128, rotary=128, interleaved=False,
+                                    rotary_dtype=torch.float32,
+                                    table=torch.int32, kv_lens=torch.int32, cu_q=torch.int32, slots=None, k_scale=True,
+                                    v_scale=True,
+                                    search=16)
         assert spills(compiled(spec, target(arch)), arch, tmp_path) == 0
     merge = compiled(schedule.merge_spec(dtype=torch.bfloat16, sinks=torch.float32, dv=128), target(arch))
     assert spills(merge, arch, tmp_path) == 0

@@ -1,5 +1,5 @@
 """The kernels themselves, run by Triton's interpreter on CPU tensors. Each test runs in a process of its own with
-TRITON_INTERPRET=1, because Triton decides at import; `python tests/triton/test_interpreted.py conformance 3` is such a process."""
+TRITON_INTERPRET=1, because Triton decides at import; `python tests/triton/test_interpreted.py codes` is such a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PARTS = 2
 def _interpreted(*arguments: str) -> None:
     env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, env.get("PYTHONPATH"))))
-    done = subprocess.run([sys.executable, os.path.abspath(__file__), *arguments], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, os.path.abspath(__file__), *arguments], env=env, capture_output=True, text=True,
+                          check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
@@ -65,6 +66,7 @@ def test_cpu_tensors_need_the_interpreter():
 def conformance(part: int) -> None:
     """Every EVERY-th test of each rule of the quick level; the parts take turns."""
     from portattn.backends.triton import schedule
+
     from portattn.testing import runner
     from portattn.testing.target import Target
 
@@ -88,6 +90,7 @@ def conformance(part: int) -> None:
 def codes() -> None:
     """decode_fp8 and encode_fp8 against torch's types: all 256 codes, their midpoints, and what saturates."""
     from portattn.backends.triton.schedule import FORMATS
+
     from portattn.reference import quantize
 
     for dtype, kind in FORMATS.items():

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from portattn.backends.triton import schedule  # noqa: E402
 from portattn.backends.triton.schedule import Config  # noqa: E402
 
-ARCHES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", ""]
+ARCHES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151",
+          "gfx1201", ""]
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -32,13 +33,15 @@ def test_every_architecture_has_a_configuration_for_every_head_dim(arch, kind):
                 assert tile.stages == split.stages == 1
 
 
-@pytest.mark.parametrize(("d", "blocks"), [(1, (16, 0)), (16, (16, 0)), (64, (64, 0)), (80, (64, 16)), (96, (64, 32)), (100, (128, 0)),
-                                           (128, (128, 0)), (192, (128, 64)), (256, (256, 0)), (576, (512, 64))])  # fmt: skip
+@pytest.mark.parametrize(("d", "blocks"), [(1, (16, 0)), (16, (16, 0)), (64, (64, 0)), (80, (64, 16)), (96, (64, 32)), (100,
+                                                                                                                        (128, 0)),
+                                           (128, (128, 0)), (192, (128, 64)), (256, (256, 0)), (576, (512, 64))])
 def test_head_dims_are_padded_as_little_as_two_blocks_allow(d, blocks):
     assert schedule.head_blocks(d) == blocks
 
 
-def items_of(lens_q: list[int], lens_k: list[int], grid: schedule.Grid, split: Config, group: int, heads_kv: int, take: int) -> int:
+def items_of(lens_q: list[int], lens_k: list[int], grid: schedule.Grid, split: Config, group: int, heads_kv: int,
+             take: int) -> int:
     """How many items the kernel makes of these lengths: the formula of `program` in kernels.py."""
     rows = [n * group if not take or n * group <= take else 0 for n in lens_q]
     tiles = [-(-n // split.bn) for n in lens_k]
@@ -66,9 +69,11 @@ def test_the_grid_holds_every_item_whatever_the_lengths(seed):
     mode = rnd.choice(["splits", "both"])
     lens_q = [rnd.randint(0, max_q) for _ in range(batch)]
     lens_k = [rnd.choice([0, 1, max_k, rnd.randint(0, max_k)]) for _ in range(batch)]
-    grid = schedule.grid_for(mode, tile, split, batch=batch, heads_kv=heads_kv, group=group, max_q=max_q, max_k=max_k, total_q=sum(lens_q),
-                             kv_bytes=1, slots=rnd.choice([4, 264]), num_splits=rnd.choice([0, 0, 1, 5]), invariant=rnd.random() < 0.3,
-                             one_part=False)  # fmt: skip
+    grid = schedule.grid_for(mode, tile, split, batch=batch, heads_kv=heads_kv, group=group, max_q=max_q, max_k=max_k,
+                             total_q=sum(lens_q),
+                             kv_bytes=1, slots=rnd.choice([4, 264]), num_splits=rnd.choice([0, 0, 1, 5]),
+                             invariant=rnd.random() < 0.3,
+                             one_part=False)
     take = split.bm if mode == "both" else 0
     assert items_of(lens_q, lens_k, grid, split, group, heads_kv, take) <= grid.total - grid.programs
 
@@ -77,7 +82,8 @@ def test_the_grid_holds_every_item_whatever_the_lengths(seed):
 def test_numbers_of_row_blocks_leave_room_for_every_sequence(seed):
     """Sequence b's blocks start at cu[b] * G // BM + b: they must not run into the next sequence's, nor past the grid."""
     rnd = random.Random(seed)
-    lens, group, bm = [rnd.randint(0, 700) for _ in range(rnd.randint(1, 40))], rnd.choice([1, 3, 4, 7]), rnd.choice([16, 64, 128])
+    lens, group, bm = [rnd.randint(0, 700) for _ in range(rnd.randint(1, 40))], rnd.choice([1, 3, 4, 7]), rnd.choice([16, 64,
+                                                                                                                      128])
     starts, at = [], 0
     for b, n in enumerate(lens):
         starts.append((at * group // bm + b, -(-n * group // bm)))
@@ -89,7 +95,7 @@ def test_numbers_of_row_blocks_leave_room_for_every_sequence(seed):
 def test_batch_invariance_ignores_the_batch_and_its_bounds():
     common = dict(heads_kv=8, group=4, layout="paged", head_dim=128, invariant=True)
     modes = {schedule.pick_mode(132, batch=b, max_q=q, max_k=k, total_q=t, **common)
-             for b in (1, 500) for q in (1, 512) for k in (16, 100000) for t in (None, 1, 5000)}  # fmt: skip
+             for b in (1, 500) for q in (1, 512) for k in (16, 100000) for t in (None, 1, 5000)}
     assert modes == {"both"}
 
 
@@ -112,11 +118,13 @@ def test_arguments_are_packed_as_a_c_compiler_lays_them_out():
             self.seen = [ctypes.string_at(p, 8) for p in pointers]
             return 0
 
-    types = (("q", "*bf16"), ("k", "*bf16"), ("scale", "fp32"), ("left", "i32"), ("stride", "i64"), ("n", "i32"), ("m", "i32"), ("s", "i64"))
+    types = (("q", "*bf16"), ("k", "*bf16"), ("scale", "fp32"), ("left", "i32"), ("stride", "i64"), ("n", "i32"), ("m", "i32"),
+             ("s", "i64"))
     driver, real = Driver(), launch._driver
     launch._driver = driver
     try:
-        launch.Launch(Kernel(), launch.Spec("attend", types, (), (), 4, 1), (1 << 40, 7, -8, -(1 << 41)), 3, 0)(99, 1 << 50, 2, 0.5, -1)
+        launch.Launch(Kernel(), launch.Spec("attend", types, (), (), 4, 1), (1 << 40, 7, -8, -(1 << 41)), 3, 0)(99, 1 << 50, 2,
+                                                                                                                0.5, -1)
     finally:
         launch._driver = real
     read = lambda i, code: struct.unpack_from("=" + code, driver.seen[i])[0]
@@ -128,7 +136,7 @@ def test_arguments_are_packed_as_a_c_compiler_lays_them_out():
 def test_a_missing_or_broken_triton_is_a_reason():
     code = ("import sys; sys.modules['triton'] = None\n"
             "import torch, portattn; from portattn.backends import triton as t\n"
-            "print([r.code for r in t.probe(torch.device('cpu'))])")  # fmt: skip
+            "print([r.code for r in t.probe(torch.device('cpu'))])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['not_installed']"
 

@@ -1,0 +1,139 @@
+"""`portattn tune`: measures block sizes on this machine and writes them where schedule.py reads them before the shipped table.
+
+For each head-dim class it times a few configurations of prefill tiles, of split decode and of a mixed batch, in bfloat16 or
+float16, and keeps the fastest of each. The record is a table of the same form as tuning.yaml, in portattn's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from portattn.problem import Call
+
+TILES = [(64, 64, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2),
+         (128, 32, 8, 3),
+         (64, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1), (32, 32, 4, 1)]
+SPLITS = [(32, 2, 3), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (32, 4, 3), (64, 4, 1), (32, 4, 1), (16, 4, 1)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0, or 3 where there is no device to measure."""
+    ap = argparse.ArgumentParser(prog="portattn tune --backend triton", description=__doc__)
+    ap.add_argument("--device", default="cuda", help="torch device (default: cuda)")
+    ap.add_argument("--head-dims", default="64,128,256", help="classes to measure, of 64, 128 and 256")
+    ap.add_argument("--dry-run", action="store_true", help="print the record, write nothing")
+    args = ap.parse_args(argv)
+    if not torch.cuda.is_available() or torch.device(args.device).type != "cuda":
+        print("tune: there is no CUDA or HIP device here to measure")
+        return 3
+    device = torch.device("cuda", torch.device(args.device).index or torch.cuda.current_device())
+    with torch.cuda.device(device), torch.inference_mode():
+        record = measure(device, [int(d) for d in args.head_dims.split(",")])
+    text = render(record)
+    print(text)
+    if not args.dry_run:
+        from portattn import config
+
+        path = os.path.join(config.cache_dir(), "triton-tuning.yaml")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+        print(f"written to {path}; delete it to return to the shipped table")
+    return 0
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record as YAML."""
+    lines = [f"- arch: [{record['arch']}]"]
+    for kind in ("tiles", "gather", "mixed", "splits", "tiles32", "splits32"):
+        lines.append(f"  {kind}: {{{', '.join(f'{size}: {list(c)}' for size, c in record[kind].items())}}}")
+    return "\n".join(lines) + "\n"
+
+
+def measure(device: torch.device, sizes: list[int]) -> dict[str, Any]:
+    """The fastest configurations; classes and kinds that are not measured keep what the tables say."""
+    from . import calls, schedule
+
+    machine = calls.machine_of(device)
+    record: dict[str, Any] = {"arch": machine.arch}
+    for kind in ("tiles", "gather", "mixed", "splits", "tiles32", "splits32"):
+        record[kind] = {}
+        for size in (64, 128, 256, 512):
+            base = kind.removesuffix("32")
+            tile, split = schedule.configs_for(machine.arch, "tiles" if base == "splits" else base, size, kind.endswith("32"))
+            found = list(split[1:]) if base == "splits" else list(tile)
+            record[kind][size] = found + [split.bn] if base == "mixed" else found
+    hip = machine.arch.startswith("gfx")
+    for size in sizes:
+        stages = lambda c: (c[-1] <= 2) == hip or c[-1] == 2  # HIP: no software pipelining through shared memory
+        for kind, options in (("tiles", TILES), ("gather", TILES), ("splits", SPLITS), ("mixed", TILES)):
+            times = {}
+            for option in filter(stages, options):
+                candidates = [(*option, bn) for bn in (32, 64, 128)] if kind == "mixed" else [option]
+                for candidate in candidates:
+                    if (seconds := _time(device, kind, size, candidate, record)) is not None:
+                        times[candidate] = seconds
+            if times:
+                best = min(times, key=times.get)
+                record[kind][size] = list(best)
+                print(f"head dim {size}, {kind}: {list(best)}, {times[best]:.1f} us (of {len(times)})", flush=True)
+    return record
+
+
+def _time(device: torch.device, kind: str, size: int, option: tuple, record: dict[str, Any]) -> float | None:
+    """Microseconds a call with this configuration, or None where it does not fit or compile."""
+    from triton.testing import do_bench
+
+    from . import calls, schedule
+
+    tile = schedule.Config(*(option[:4] if kind != "splits" else record["gather"][size]))
+    if kind == "splits":
+        split = schedule.Config(0, *option)
+    else:
+        split = schedule.Config(0, option[4], *option[2:4]) if kind == "mixed" else schedule.Config(0, *record["splits"][size])
+    known = schedule.configs_for
+    schedule.configs_for = lambda *_: (tile, split)  # what a call asks for
+    try:
+        call = _call(device, kind, size)
+        run = calls.Attention(call)
+        run(call)
+        if run.described[1 if kind != "splits" else 2].bn != (tile if kind != "splits" else split).bn:
+            return None  # shared memory made it another one
+        return do_bench(lambda: run(call), warmup=10, rep=40, return_mode="median") * 1e3
+    except Exception as exc:  # out of registers or of shared memory, or refused by the compiler: not a candidate
+        print(f"  {kind} {size} {option}: {type(exc).__name__}")
+        return None
+    finally:
+        schedule.configs_for = known
+
+
+def _call(device: torch.device, kind: str, d: int) -> Call:
+    """The problem that a kind is measured on: 8 kv heads, group 4, causal."""
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    rand = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)
+    common = dict(softmax_scale=d**-0.5, causal=True, window_right=0)
+    if kind == "tiles":
+        q, k, v = rand(4, 2048, 32, d), rand(4, 2048, 8, d), rand(4, 2048, 8, d)
+        return Call(q, k, v, max_seqlen_q=2048, max_seqlen_k=2048, out=torch.empty_like(q), **common)
+    lens = {"gather": [4096] * 4, "splits": [4096] * 32, "mixed": [4096] * 28 + [2048] * 2}[kind]
+    rows = {"gather": [512] * 4, "splits": [1] * 32, "mixed": [1] * 28 + [512] * 2}[kind]
+    page = 16
+    pages = sum(lens) // page
+    table = torch.zeros(len(lens), max(lens) // page, dtype=torch.int32)
+    order, at = torch.randperm(pages, dtype=torch.int32), 0
+    for b, n in enumerate(lens):
+        table[b, : n // page] = order[at : at + n // page]
+        at += n // page
+    q, k, v = rand(sum(rows), 32, d), rand(pages, page, 8, d), rand(pages, page, 8, d)
+    cu = torch.tensor([0, *rows]).cumsum(0).int().to(device)
+    return Call(q, k, v, block_table=table.to(device), kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+                cu_seqlens_q=cu,
+                max_seqlen_q=max(rows), max_seqlen_k=max(lens), out=torch.empty_like(q), **common)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
