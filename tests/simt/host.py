@@ -29,7 +29,7 @@ def compiler() -> str | None:
 @functools.lru_cache(maxsize=None)
 def _sources_hash() -> str:
     digest = hashlib.sha256()
-    for folder in (HERE, ROOT / "portattn/include/portattn", ROOT / "csrc_cuda"):
+    for folder in (HERE, HERE / "amd", ROOT / "portattn/include/portattn", ROOT / "csrc_cuda", ROOT / "csrc_hip"):
         for file in sorted(folder.iterdir()):
             if file.suffix in (".h", ".cpp"):
                 digest.update(file.read_bytes())
@@ -37,9 +37,13 @@ def _sources_hash() -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def build(kernel: str, wave: int = 32, **options: object) -> ctypes.CDLL:
-    """The library of one instance; built once per source state into the temporary folder."""
-    flags = [f"-DSIMT_WAVE={wave}", *(f"-DPA_{name.upper()}={value}" for name, value in sorted(options.items()))]
+def build(kernel: str, wave: int = 32, gfx: int = 0, **options: object) -> ctypes.CDLL:
+    """The library of one instance; built once per source state into the temporary folder.
+
+    gfx 0 is CUDA's warp.h and mma.h; 9, 11 and 12 are AMD's, over waves of 64, 32 and 32 lanes (9 where wave is 64).
+    """
+    gfx = gfx or (9 if wave == 64 else 0)
+    flags = [f"-DSIMT_WAVE={wave}", *([f"-DSIMT_GFX={gfx}"] if gfx else []), *(f"-DPA_{name.upper()}={value}" for name, value in sorted(options.items()))]
     flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"] if SANITIZED else ["-O1"]
     key = hashlib.sha256(" ".join([kernel, _sources_hash(), *flags]).encode()).hexdigest()[:20]
     folder = Path(tempfile.gettempdir()) / f"portattn-simt-{os.getuid() if hasattr(os, 'getuid') else 0}"
@@ -48,7 +52,7 @@ def build(kernel: str, wave: int = 32, **options: object) -> ctypes.CDLL:
     if not target.exists():
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as f:
             made = f.name
-        command = [compiler() or "g++", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-I", str(HERE), "-I",
+        command = [compiler() or "g++", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas", *(["-I", str(HERE / "amd")] if gfx else []), "-I", str(HERE), "-I",
                    str(ROOT / "portattn/include"), *flags, str(HERE / f"{kernel}.cpp"), "-o", made]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -68,7 +72,7 @@ def mixed(call: Call, *, parts: int, m: int = 2, n: int = 32, waves: int = 4, **
     return decode(call, grid=parts, waves=waves, tile=(m, n), **how)
 
 
-def decode(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines: int | None = None, wave: int = 32, waves: int = 4, stages: int = 3, order: int = FORWARD, seed: int = 0):
+def decode(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines: int | None = None, wave: int = 32, gfx: int = 0, waves: int = 4, stages: int = 3, order: int = FORWARD, seed: int = 0):
     """(out, lse) of the decode kernel run by `grid` workers; checks that the counters are zero again."""
     q, out = call.q, call.out
     if out is None:
@@ -99,7 +103,7 @@ def decode(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines:
     kernel = "decode"
     if tile:
         kernel, options = "mixed", options | dict(m=tile[0], n=tile[1])
-    library = build(kernel, wave, **options)
+    library = build(kernel, wave, gfx, **options)
     run(library, f"portattn_simt_{kernel}", native.pack(native.ATTENTION, values), where, order, seed)
     assert not counters.any(), "counters must be zero after a launch"
     return out, lse

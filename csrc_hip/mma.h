@@ -1,0 +1,108 @@
+// Matrix tiles on AMD: MFMA on gfx90a, gfx942 and gfx950, WMMA on gfx11 and gfx12. The interface is csrc_cuda/mma.h's.
+//
+// Layouts (AMD's CDNA 2/3 and RDNA 3/4 instruction set documents), l = lane of the wave, h = l / 16:
+//              hardware's A: row l % 16, k =        hardware's B: column l % 16      D: column l % 16, row =
+//   MFMA       4h + i, i < 4 (64 lanes)             the same k                       4h + i, i < 4
+//   gfx11      i, i < 16, lanes l and l ^ 16 alike  the same k                       2i + h, i < 8
+//   gfx12      8 values a lane, h gives which       the same k                       8h + i, i < 8
+// The order of k is free as long as A and B agree: the sum over k does not see it. On gfx12 it is taken as 8h + i.
+//
+// Everything is computed transposed: C^T = B^T A^T, so our B is the hardware's A and our A its B. A lane then sees one
+// row of C, its maximum is one step or two away, a C becomes an A without leaving its lane (on gfx11 with one swap of
+// neighbouring rows, k in the order 0, 2, .. 14, 1, 3, .. 15), and it stores its columns side by side.
+//
+// Shared memory: rows are padded by 16 bytes, so the 16 rows of load_a and load_b_rows start 4 banks apart (of 32, and
+// kD a multiple of 64) and every bank serves as many words as every other. load_b_cols reads 16-bit elements, 16 beside
+// each other: pairs share a word, and the rows of a wave's lane groups lie in different banks.
+#pragma once
+
+#include <warp.h>  // in angle brackets: tests/simt compiles this file with its own vendor.h in front
+
+namespace portattn {
+namespace mma {
+
+constexpr int kAcc = kMatrixOut;
+constexpr int kSlots = 1;
+constexpr int kDepth = 2 * kMatrixIn;  // elements of k that a lane holds
+
+struct Acc { float x[kAcc]; };
+using FragA = MatrixOperand;
+using FragB = MatrixOperand;
+
+PA_DEVICE constexpr int slot_of(int) { return 0; }
+PA_DEVICE int row(int) { return warp::wave_lane() & 15; }
+PA_DEVICE int group() { return warp::wave_lane() >> 4; }
+PA_DEVICE int col(int e) {
+  return kMatrixLayout == kWmmaGfx11 ? 2 * e + group() : kAcc * group() + e;
+}
+
+// A lane's elements of one row of memory, kDepth beside each other.
+template <class T>
+PA_DEVICE MatrixOperand load_row(const T* tile, int pitch) {
+  struct alignas(kDepth >= 8 ? 16 : 8) Part { u32 x[kMatrixIn < 4 ? kMatrixIn : 4]; };
+  constexpr int kWords = sizeof(Part) / 4;
+  const T* from = tile + row(0) * pitch + (kMatrixLayout == kWmmaGfx11 ? 0 : kDepth * group());
+  MatrixOperand f;
+#pragma unroll
+  for (int i = 0; i < kMatrixIn; i += kWords) {
+    const Part part = *reinterpret_cast<const Part*>(from + 2 * i);
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) f.r[i + j] = part.x[j];
+  }
+  return f;
+}
+template <class T>
+PA_DEVICE void load_a(FragA& a, const T* tile, int pitch) { a = load_row(tile, pitch); }
+template <class T>
+PA_DEVICE void load_b_rows(FragB& b, const T* tile, int pitch) { b = load_row(tile, pitch); }
+template <class T>
+PA_DEVICE void load_b_cols(FragB& b, const T* tile, int pitch) {
+  const T* from = tile + row(0) + (kMatrixLayout == kWmmaGfx11 ? 0 : kDepth * group() * pitch);
+  auto key = [](int i) { return kMatrixLayout == kWmmaGfx11 ? 2 * (i % 8) + i / 8 : i; };
+#pragma unroll
+  for (int i = 0; i < kMatrixIn; ++i)
+    b.r[i] = from[key(2 * i) * pitch].bits | static_cast<u32>(from[key(2 * i + 1) * pitch].bits) << 16;
+}
+
+template <class T>
+PA_DEVICE void multiply(Acc& c, const FragA& a, const FragB& b) { multiply_matrices<T>(c.x, b, a); }
+
+template <class T>
+PA_DEVICE FragA to_a(const Acc& c) {
+  FragA a;
+#pragma unroll
+  for (int i = 0; i < kAcc / 2; ++i) a.r[i] = pack2<T>(c.x[2 * i], c.x[2 * i + 1]);
+  if constexpr (kMatrixLayout == kWmmaGfx11) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 mine = a.r[i], other = lane_xor<16>(mine);
+      a.r[i] = group() ? other : mine;
+      a.r[i + 4] = group() ? mine : other;
+    }
+  }
+  return a;
+}
+
+// A lane's elements of its row, to the row's 16 floats.
+PA_DEVICE void store_row(const Acc& c, int, float* to) {
+  if constexpr (kMatrixLayout == kWmmaGfx11) {
+#pragma unroll
+    for (int e = 0; e < kAcc; ++e) to[col(e)] = c.x[e];
+  } else {
+    struct alignas(16) Four { float x[4]; };
+#pragma unroll
+    for (int e = 0; e < kAcc; e += 4) *reinterpret_cast<Four*>(to + col(e)) = {{c.x[e], c.x[e + 1], c.x[e + 2], c.x[e + 3]}};
+  }
+}
+
+PA_DEVICE void row_max(float (&x)[kSlots]) {
+  x[0] = max_of(x[0], warp::wave_xor_16(x[0]));
+  if constexpr (warp::kWave == 64) x[0] = max_of(x[0], warp::wave_xor_32(x[0]));
+}
+PA_DEVICE void row_sum(float (&x)[kSlots]) {
+  x[0] += warp::wave_xor_16(x[0]);
+  if constexpr (warp::kWave == 64) x[0] += warp::wave_xor_32(x[0]);
+}
+
+}  // namespace mma
+}  // namespace portattn

@@ -1,0 +1,100 @@
+// An AMD device on the host: what csrc_hip/vendor.h gives to csrc_hip/warp.h and csrc_hip/mma.h, by simt.h. SIMT_GFX is
+// 9 (waves of 64, MFMA), 11 or 12 (waves of 32, WMMA). Nothing here is read from csrc_hip: lane moves are written from
+// the instructions' descriptions, matrix layouts from the output of AMD's Matrix Instruction Calculator.
+#pragma once
+
+#include "../vendor.h"
+
+namespace portattn {
+
+constexpr int kWaveLanes = SIMT_WAVE;
+static_assert(kWaveLanes == (SIMT_GFX == 9 ? 64 : 32), "gfx9 has waves of 64 lanes, the others of 32");
+
+inline int thread_kept() { return thread_x(); }
+inline simt::Group& simt_wave() { return simt::block()->waves[thread_x() / kWaveLanes]; }
+inline void wave_fence(SIMT_HERE) { simt::meet(simt_wave(), here); }
+inline void warp_fence(SIMT_HERE) { simt::meet(simt::block()->warps[thread_x() / 32], here); }
+
+// ds_bpermute_b32. The other logical warp of a wave may be elsewhere: reading its lanes is an error.
+inline u32 lane_of_wave(u32 x, int from, SIMT_HERE) {
+  if (from < 0 || from >= kWaveLanes || from / 32 != thread_x() % kWaveLanes / 32) simt::fail("a shuffle leaves its 32 lanes, at " + simt::text(here));
+  return simt::exchange(simt::block()->warps[thread_x() / 32], thread_x() % 32, x, here)(from % 32);
+}
+template <int kMask>
+inline u32 lane_xor(u32 x, SIMT_HERE) {
+  static_assert(kMask >= 0 && kMask < 32, "a logical warp has 32 lanes");
+  return simt::exchange(simt::block()->warps[thread_x() / 32], thread_x() % 32, x, here)(thread_x() % 32 ^ kMask);
+}
+inline u32 lane_xor_32(u32 x, SIMT_HERE) { return simt::exchange(simt_wave(), thread_x() % kWaveLanes, x, here)(thread_x() % kWaveLanes ^ 32); }
+inline u32 half_ballot(bool b, SIMT_HERE) {
+  auto of = simt::exchange(simt::block()->warps[thread_x() / 32], thread_x() % 32, b, here);
+  u32 bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<u32>(of(i)) << i;
+  return bits;
+}
+inline bool any_of_wave(bool b, SIMT_HERE) {
+  auto of = simt::exchange(simt_wave(), thread_x() % kWaveLanes, b, here);
+  bool found = false;
+  for (int i = 0; i < kWaveLanes; ++i) found |= of(i);
+  return found;
+}
+
+// ---- matrix instructions
+
+enum MatrixLayout { kMfma, kWmmaGfx11, kWmmaGfx12 };
+constexpr MatrixLayout kMatrixLayout = SIMT_GFX == 9 ? kMfma : SIMT_GFX == 11 ? kWmmaGfx11 : kWmmaGfx12;
+constexpr int kMatrixIn = SIMT_GFX == 9 ? 2 : SIMT_GFX == 11 ? 8 : 4;
+constexpr int kMatrixOut = SIMT_GFX == 9 ? 4 : 8;
+struct MatrixOperand { u32 r[kMatrixIn]; };
+
+// Where an element stands. All these layouts are linear: the place of (lane, element) is the exclusive or of the places
+// of the bits that are set in them. v_mfma_f32_16x16x16_{f16,bf16} of CDNA 2 and 3; v_wmma_f32_16x16x16_{f16,bf16} of
+// RDNA 3 and 4 in waves of 32. `across` is A's row and B's column; `k` the other index; for D: `row` and `across`.
+struct Place16 { int across, k; };
+struct Layout16 {
+  Place16 lane[6], element[4];
+  Place16 of(int l, int e) const {
+    Place16 p = {0, 0};
+    for (int b = 0; b < 6; ++b)
+      if (l >> b & 1) p = {p.across ^ lane[b].across, p.k ^ lane[b].k};
+    for (int b = 0; b < 4; ++b)
+      if (e >> b & 1) p = {p.across ^ element[b].across, p.k ^ element[b].k};
+    return p;
+  }
+};
+#if SIMT_GFX == 9
+constexpr Layout16 kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 8}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
+constexpr Layout16 kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 8}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
+#elif SIMT_GFX == 11
+constexpr Layout16 kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 0}, {0, 0}}, {{0, 1}, {0, 2}, {0, 4}, {0, 8}}};
+constexpr Layout16 kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 1}, {0, 0}}, {{0, 2}, {0, 4}, {0, 8}, {0, 0}}};
+#else
+constexpr Layout16 kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 0}}, {{0, 1}, {0, 2}, {0, 8}, {0, 0}}};
+constexpr Layout16 kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 8}, {0, 0}}, {{0, 1}, {0, 2}, {0, 4}, {0, 0}}};
+#endif
+
+template <class T>
+inline void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a, const MatrixOperand& b, SIMT_HERE) {
+  struct Operands { MatrixOperand a, b; };
+  auto given = simt::exchange(simt_wave(), thread_x() % kWaveLanes, Operands{a, b}, here);
+  u16 rows[16][16], columns[16][16];
+  bool known[16][16] = {};
+  for (int l = 0; l < kWaveLanes; ++l) {
+    const Operands o = given(l);
+    for (int e = 0; e < 2 * kMatrixIn; ++e) {
+      const Place16 p = kOperandPlaces.of(l, e);
+      const u16 x = static_cast<u16>(o.a.r[e / 2] >> 16 * (e % 2)), y = static_cast<u16>(o.b.r[e / 2] >> 16 * (e % 2));
+      if (known[p.across][p.k] && (rows[p.across][p.k] != x || columns[p.across][p.k] != y))
+        simt::fail("lanes that must hold the same element do not, at " + simt::text(here));
+      known[p.across][p.k] = true;
+      rows[p.across][p.k] = x;
+      columns[p.across][p.k] = y;
+    }
+  }
+  for (int e = 0; e < kMatrixOut; ++e) {
+    const Place16 p = kResultPlaces.of(thread_x() % kWaveLanes, e);
+    for (int k = 0; k < 16; ++k) c[e] += to_float(T{rows[p.k][k]}) * to_float(T{columns[p.across][k]});
+  }
+}
+
+}  // namespace portattn

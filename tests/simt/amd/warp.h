@@ -1,0 +1,2 @@
+// The device's own file over the emulated device.
+#include "../../../csrc_hip/warp.h"
