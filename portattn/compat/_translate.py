@@ -31,11 +31,11 @@ def refuse_dropout(call: str, dropout_p: float) -> None:
 
 
 def window(given: Any) -> tuple[int, int]:
-    """(left, right) as portattn takes it: None and any negative number are unbounded; lists are tuples."""
-    if given is None:
+    """(left, right) as portattn takes it: None and any negative number are unbounded; lists and tensors become ints."""
+    if given is None or (type(given) is tuple and given == ANY):
         return ANY
-    left, right = given
-    return (left if left >= 0 else -1, right if right >= 0 else -1)
+    left, right = map(int, given)
+    return max(left, -1), max(right, -1)
 
 
 def lse_heads_first(lse: Tensor) -> Tensor:

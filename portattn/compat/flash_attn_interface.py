@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_paged, attention_varlen, merge_states
-from ._translate import ANY, kvcache, lengths, lse_heads_first, refuse, sequence_of, window
+from ._translate import kvcache, lengths, lse_heads_first, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
            "get_scheduler_metadata"]
@@ -29,7 +29,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
         refuse("flash_attn_func", "attention_chunk", attention_chunk, _NO_CHUNK)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale)
-    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=ANY if window_size == ANY else window(window_size),
+    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
                     softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
     return _finished(got, return_attn_probs, v_descale)
 
@@ -63,7 +63,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     if seqused_q is not None:
         q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, seqused_q)
     got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k,
-                           softmax_scale=softmax_scale, causal=bool(causal), window_size=ANY if window_size == ANY else window(window_size),
+                           softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
                            softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
     if seqused_q is not None:
         out, lse = got if return_attn_probs else (got, None)
@@ -91,7 +91,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         refuse("flash_attn_with_kvcache", "attention_chunk", attention_chunk, _NO_CHUNK)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
-    causal, window_size = bool(causal), ANY if window_size == ANY else window(window_size)
+    causal, window_size = bool(causal), window(window_size)
     q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
         "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale)

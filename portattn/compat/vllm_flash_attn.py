@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..api import attention_paged, attention_varlen
 from ..errors import ArgumentError
-from ._translate import ANY, lse_heads_first, refuse, refuse_dropout, window
+from ._translate import lse_heads_first, refuse, refuse_dropout, window
 from .flash_attn_interface import _NO_QV, _finished, _scaled
 
 __all__ = ["fa_version_unsupported_reason", "flash_attn_varlen_func", "get_scheduler_metadata", "is_fa_version_supported"]
@@ -39,7 +39,7 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
                     aux_tensors, aux_tensor_leading_dims, dynamic_causal)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
-    window_size = ANY if window_size is None else window(window_size)
+    window_size = window(window_size)
     softcap = softcap if softcap > 0 else 0.0
     if block_table is not None:
         if seqused_k is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
-from .._translate import ANY, kvcache, lengths, lse_of_fa2, refuse, refuse_dropout, window
+from .._translate import kvcache, lengths, lse_of_fa2, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
@@ -25,7 +25,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     """q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D) -> out, or (out, lse (B, Hq, Sq), an empty tensor: the dropout mask)."""
     if dropout_p:
         refuse_dropout("flash_attn_func", dropout_p)
-    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=ANY if window_size == ANY else window(window_size),
+    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
                     softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs)
     return _with_probs(got) if return_attn_probs else got
 
@@ -51,8 +51,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     (N, P, Hkv, D) of any page size and cu_seqlens_k gives their lengths only."""
     if dropout_p:
         refuse_dropout("flash_attn_varlen_func", dropout_p)
-    if window_size != ANY:
-        window_size = window(window_size)
+    window_size = window(window_size)
     if type(max_seqlen_q) is not int:
         max_seqlen_q = int(max_seqlen_q)
     if block_table is None:
@@ -94,7 +93,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     k, v (B, Snew, Hkv, D) are written at cache_seqlens, cache_seqlens + 1, … first. q turns at the same positions if causal or
     windowed, else all of it at cache_seqlens. Keys before cache_leftpad are not seen; cache_batch_idx names each sequence's row.
     """
-    causal, window_size = bool(causal), ANY if window_size == ANY else window(window_size)
+    causal, window_size = bool(causal), window(window_size)
     q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
         "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         rotary_interleaved, causal, window_size)
