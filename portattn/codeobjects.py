@@ -1,4 +1,4 @@
-"""Kernel instances to code objects: prebuilt in the wheel, else from the user's cache folder, else compiled by NVRTC.
+"""Kernel instances to code objects: prebuilt in the wheel, else from the user's cache folder, else compiled by NVRTC or hiprtc.
 
 NVRTC comes with torch's CUDA wheels, so no toolkit is needed, and it needs no GPU. Each instance is one small
 object, compiled when it is first wanted. The cache is keyed by the sources, the options, the architecture and the
@@ -21,7 +21,7 @@ import tempfile
 import threading
 from typing import NamedTuple
 
-from . import config
+from . import config, hiprtc
 from .capability import Reason
 from .errors import KernelError
 from .instances import Instance, source_folders, source_hash, sources
@@ -225,7 +225,7 @@ def _nvrtc_candidates() -> list[str]:
         names = [f"nvrtc64_{major}0_0.dll"] if major else []
         return [os.path.join(os.path.dirname(torch.__file__), "lib", n) for n in names] + names
     wheels = [p for root in sys.path for p in sorted(glob.glob(os.path.join(root or ".", "nvidia", "*", "lib", "libnvrtc.so.*")))
-              if ".alt" not in p and (not major or p.endswith(f".so.{major}"))]
+              if ".alt" not in p and (not major or re.search(rf"\.so\.{major}(\.|$)", p))]
     bare = [f"libnvrtc.so.{major}"] if major else []
     bundled = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libnvrtc-*.so*"))
     return wheels + bare + [p for p in bundled if "builtins" not in p] + ["libnvrtc.so"]
@@ -256,13 +256,15 @@ def compile_cuda(arch: str, instance: Instance, compiler: Nvrtc) -> bytes:
 
 
 # ------------------------------------------------------------------ the order
+def _compiler(vendor: str) -> Nvrtc | hiprtc.Hiprtc | Reason:
+    return nvrtc() if vendor == "cuda" else hiprtc.hiprtc()
+
+
 def available(vendor: str, arch: str) -> tuple[Reason, ...]:
     """() if instances for an architecture can be had at all; compiles nothing."""
     if prebuilt_index(vendor).get(arch):
         return ()
-    if vendor != "cuda":
-        return (Reason("code_objects", f"prebuilt code objects for {arch}", "none in this installation", "build them: cmake --preset " + vendor),)
-    found = nvrtc()
+    found = _compiler(vendor)
     return (found,) if isinstance(found, Reason) else ()
 
 
@@ -273,16 +275,14 @@ def code_object(vendor: str, arch: str, instance: Instance) -> Found:
         return Found(image, "prebuilt")
     if no := available(vendor, arch):
         raise KernelError(f"no code for {instance} on {arch}: {no[0]}")
-    if vendor != "cuda":
-        raise KernelError(f"no code for {instance} on {arch}: not among this installation's prebuilt code objects")
-    compiler = nvrtc()
+    compiler = _compiler(vendor)
     key = hashlib.sha256("\0".join([source_hash(vendor), arch, compiler.version, str(instance)]).encode()).hexdigest()[:32]
     name = f"{instance}.{arch}.{key}"
     with _lock:
         image = _cached(name)
         if image is not None:
             return Found(image, "cache")
-        image = compile_cuda(arch, instance, compiler)
+        image = (compile_cuda if vendor == "cuda" else hiprtc.compile_hip)(arch, instance, compiler)
         _keep(name, image)
     return Found(image, "compiled")
 

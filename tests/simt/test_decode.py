@@ -202,3 +202,16 @@ def test_nan_inside_the_length_is_the_callers_and_reaches_its_rows_alone(which):
     cache[call.block_table[0, 1], 3] = float("nan")
     out, lse = host.decode(call, grid=6)
     assert out[0].isnan().all() and lse[0].isnan().all() == (which == "k") and not out[1].isnan().any() and not lse[1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=lambda d: str(d)[6:])
+def test_every_eight_bit_value_is_read_exactly(cache, dtype):
+    """With one key, out is its value: all 256 codes over four kv heads of 64 columns; infinity and NaN too."""
+    codes = torch.arange(256, dtype=torch.uint8)[torch.randperm(256, generator=torch.Generator().manual_seed(1))]
+    v = codes.view(1, 1, 4, 64).view(cache)
+    k = torch.zeros(1, 1, 4, 64, dtype=torch.uint8).view(cache)
+    call = Call(torch.zeros(1, 1, 4, 64, dtype=dtype), k, v, 1.0, max_seqlen_q=1, max_seqlen_k=1, block_table=torch.zeros(1, 1, dtype=torch.int32),
+                kv_lens=torch.ones(1, dtype=torch.int32))
+    out, _ = host.decode(call, grid=4)
+    assert torch.equal(out.flatten().float().nan_to_num(nan=7e7), v.flatten().float().to(dtype).float().nan_to_num(nan=7e7))

@@ -136,14 +136,7 @@ struct Decode {
 #pragma unroll 2
     for (int i = lane; i < 2 * kKeys * (kD / 8); i += warp::kWave) {
       const int r = i / (kD / 8), d = i % (kD / 8) * 8;
-      const Bytes8 x = *reinterpret_cast<const Bytes8*>(from + r * kCachePitch + d);
-      Bytes16 y;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const u32 pair = x.x[e / 2] >> (16 * (e & 1));
-        y.x[e] = pack2<T>(to_float(C{static_cast<u8>(pair)}), to_float(C{static_cast<u8>(pair >> 8)}));
-      }
-      *reinterpret_cast<Bytes16*>(to + r * kPitch + d) = y;
+      *reinterpret_cast<Bytes16*>(to + r * kPitch + d) = widen8<T, C>(*reinterpret_cast<const Bytes8*>(from + r * kCachePitch + d));
     }
   }
 

@@ -167,14 +167,7 @@ struct Prefill {
 #pragma unroll 2
     for (int i = thread_x(); i < 2 * kN * (kD / 8); i += kThreads) {
       const int r = i / (kD / 8), d = i % (kD / 8) * 8;
-      const Bytes8 x = *reinterpret_cast<const Bytes8*>(from + r * kCachePitch + d);
-      Bytes16 y;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const u32 pair = x.x[e / 2] >> (16 * (e & 1));
-        y.x[e] = pack2<T>(to_float(C{static_cast<u8>(pair)}), to_float(C{static_cast<u8>(pair >> 8)}));
-      }
-      *reinterpret_cast<Bytes16*>(wide + r * kPitch + d) = y;
+      *reinterpret_cast<Bytes16*>(wide + r * kPitch + d) = widen8<T, C>(*reinterpret_cast<const Bytes8*>(from + r * kCachePitch + d));
     }
   }
 
