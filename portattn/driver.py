@@ -211,6 +211,8 @@ class Driver:
 
 def _mapped(vendor: Vendor) -> tuple[str, ...]:
     """The HIP runtime that torch has mapped: a second one in a process misbehaves."""
+    if vendor.name == "hip" and sys.platform == "win32":
+        return tuple(name for name in vendor.libraries if ctypes.windll.kernel32.GetModuleHandleW(name))
     if vendor.name != "hip" or not sys.platform.startswith("linux"):
         return ()
     try:

@@ -68,12 +68,14 @@ QUEUES = 4  # counters that the mixed kernel has besides
 
 
 class Limits(NamedTuple):
-    """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a wave."""
+    """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a
+    wave; whether keys wait in registers, for devices without asynchronous copies (AMD): shared memory is static there."""
 
     shared_block: int
     shared_sm: int
     sms: int
     wave: int = 32
+    staged: bool = False
 
 
 def head_dim_of(dim: int, dim_v: int) -> int:
@@ -94,14 +96,18 @@ class Shape(NamedTuple):
 
 def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
     """Decode::kSharedBytes of decode.h."""
-    stage = 2 * 16 * (dim * kv_bytes + 16)
-    wave = stages * stage + (2 * 16 * (dim + 8) * 2 if kv_bytes == 1 else 0)
+    stage, tile = 2 * 16 * (dim * kv_bytes + 16), 2 * 16 * (dim + 8) * 2
+    wave = tile if stages == 1 else stages * stage + (tile if kv_bytes == 1 else 0)
     return waves * wave + TILE_ROWS * (dim + 8) * 2 + 2 * waves * TILE_ROWS * 4 + 4 * 34 + 4
 
 
 def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
     """The decode instance for a device: two blocks on a multiprocessor if each can keep copies in flight, at most six stages."""
     kv_bytes = 2 if kv_dtype == dtype else 1
+    if limits.staged:
+        waves, stages = 4 if dim <= 128 else 3, 1
+        blocks = 2 if 2 * decode_shared(kv_bytes, dim, waves, stages) <= limits.shared_sm else 1
+        return _decode(dtype, kv_dtype, dim, waves, stages, blocks, limits)
     for waves, blocks, least in ((4, 2, 3), (4, 2, 2), (4, 1, 2), (2, 2, 2), (2, 1, 2), (1, 1, 2)):
         room = min(limits.shared_block, limits.shared_sm // blocks - 1024)
         stages = max((s for s in range(2, 7) if decode_shared(kv_bytes, dim, waves, s) <= room), default=0)
@@ -109,9 +115,14 @@ def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
             break
     else:
         raise ValueError(f"no decode instance of head size {dim} fits in {limits.shared_block} bytes of shared memory")
+    return _decode(dtype, kv_dtype, dim, waves, stages, blocks, limits)
+
+
+def _decode(dtype: str, kv_dtype: str, dim: int, waves: int, stages: int, blocks: int, limits: Limits) -> Shape:
     options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
                ("PA_BLOCKS", str(blocks)))
-    return Shape(Instance("decode", options), waves * limits.wave, decode_shared(kv_bytes, dim, waves, stages), 16 * waves, blocks)
+    shared = decode_shared(2 if kv_dtype == dtype else 1, dim, waves, stages)
+    return Shape(Instance("decode", options), waves * limits.wave, shared, 16 * waves, blocks)
 
 
 def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
@@ -151,8 +162,17 @@ SHARED_KIB = {"sm_80": (163, 164), "sm_87": (163, 164), "sm_86": (99, 100), "sm_
               "sm_103": (227, 228), "sm_110": (227, 228), "sm_120": (99, 100), "sm_121": (99, 100)}
 
 
+# Lanes of a wave, and shared memory (LDS) of what torch counts as a multiprocessor, KiB: a compute unit of CDNA, two of
+# RDNA. A block may have 64 KiB everywhere.
+GFX = {"gfx90a": (64, 64), "gfx942": (64, 64), "gfx950": (64, 160), "gfx1100": (32, 128), "gfx1151": (32, 128), "gfx1200": (32, 128),
+       "gfx1201": (32, 128)}
+
+
 def limits_of(arch: str, sms: int = 1) -> Limits:
-    """The limits of a CUDA architecture, for building without one; an unknown one gets the smallest."""
+    """The limits of an architecture, for building without one; an unknown one of CUDA gets the smallest."""
+    if arch.startswith("gfx"):
+        wave, sm = GFX[arch]
+        return Limits(64 << 10, sm << 10, sms, wave, staged=True)
     block, sm = SHARED_KIB.get(arch, (99, 100))
     return Limits(block << 10, sm << 10, sms)
 
@@ -164,7 +184,8 @@ def every_instance(limits: Limits) -> list[Instance]:
     for dtype in ("float16", "bfloat16"):
         for kv in (dtype, *eight):
             for dim in HEAD_DIMS:
-                found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, mixed_shape)]
+                kinds = (decode_shape,) if limits.staged else (decode_shape, mixed_shape)
+                found += [choose(dtype, kv, dim, limits).instance for choose in kinds]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
     return found

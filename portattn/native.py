@@ -173,7 +173,7 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, 
 
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
     """The decode kernel where no sequence can have more rows than it is for, else the mixed one."""
-    few = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
+    few = limits.staged or call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
     return (decode_shape if few else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
@@ -315,6 +315,7 @@ class Device:
         self.workspaces = Workspaces(self.device, driver)
 
     def function(self, instance: Instance, shared: int) -> Function:
+        shared = 0 if self.limits.staged else shared  # static there
         return self.driver.function(self.index, self.arch, instance, shared, f"portattn_{instance.kernel}")
 
 

@@ -1,0 +1,55 @@
+"""What the adapters of the native kernels share: the entry points of a backend, over a function from device index to Device."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+from . import codeobjects, native
+from .driver import driver
+
+
+class NativeBackend:
+    """The functions that an adapter exports: `attention`, `cache_append`, `merge_states`, `notes`, `identity`.
+
+    Args:
+        vendor: "cuda" or "hip". device: torch's device index -> native.Device, remembered by the caller.
+    """
+
+    def __init__(self, vendor: str, device: Callable[[int], native.Device]):
+        self.vendor, self.device = vendor, device
+
+    def attention(self, call, bound):
+        run = bound.state.get("run")
+        if run is None:
+            run = bound.state["run"] = native.Attention(self.device(call.q.device.index), call, bound.problem)
+        return run(call)
+
+    def cache_append(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:
+        run = bound.state.get("run")
+        if run is None:
+            values = native.append_values(k, v, k_cache, v_cache, k_scale, v_scale, slots=slot_mapping)
+            problem = bound.problem
+            run = bound.state["run"] = native.Append(self.device(k.device.index), values, problem.dtype, problem.kv_dtype, str(problem))
+        run(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+    def merge_states(self, outs, lses, sinks, bound):
+        run = bound.state.get("run")
+        if run is None:
+            run = bound.state["run"] = native.Merge(self.device(outs.device.index), outs, lses, sinks, str(bound.problem))
+        return run(outs, lses, sinks)
+
+    def notes(self, call, bound) -> tuple[str, ...]:
+        problem = bound.problem
+        dim = native.head_dim_of(problem.head_dim, problem.head_dim_v)
+        shape = native.attention_shape(call, problem, dim, self.device(call.q.device.index).limits)
+        said = [f"kernel {shape.instance}, {shape.threads} threads, {shape.shared} bytes of shared memory"]
+        if (problem.head_dim, problem.head_dim_v) != (dim, dim):
+            said.append(f"computes at head_dim {dim}: the rest is zeros, in shared memory only")
+        return tuple(said)
+
+    def identity(self) -> str:
+        """What a verdict depends on: the kernels' sources and the driver."""
+        return f"{codeobjects.source_hash(self.vendor)} driver {driver(self.vendor).version()}"
+
+
+__all__ = ["NativeBackend"]
