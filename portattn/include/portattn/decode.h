@@ -602,7 +602,7 @@ struct Decode {
       }
       copy_wait<kStages - 1>();
       warp::wave_sync();
-      if (kWiden) {
+      if constexpr (kWiden) {
         widen(slot);
         warp::wave_sync();
       }

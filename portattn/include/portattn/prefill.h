@@ -362,7 +362,7 @@ struct Prefill {
     for (int block = t.first, stage = 0; block < t.last; ++block, stage ^= 1) {
       copy_wait<0>();
       block_sync();  // this block is here, and everybody is done with the one before
-      if (kWiden) {
+      if constexpr (kWiden) {
         widen(stage);
         block_sync();
       }
