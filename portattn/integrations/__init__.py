@@ -1,6 +1,6 @@
-"""Engines that portattn plugs into by their own interfaces, one module each: transformers, vllm, sglang.
+"""Engines that portattn plugs into by their own interfaces, one module each: transformers, sglang.
 
-Importing a module imports no engine; its register() does. Each says at its top which versions it was tested with; another version
+Importing a module imports no engine; its register() does. Each says at its top which versions it is made for; another version
 gives one warning that names them. portattn/compat/README.md has a section an engine, and what was run where.
 """
 
@@ -14,11 +14,11 @@ from ..registry import version_matches
 _warned: set[str] = set()
 
 
-def check_version(package: str, tested: str) -> str:
-    """The installed version of an engine; warns once a process if it is not among the tested ones (such as ">=5.24,<5.25")."""
+def check_version(package: str, wanted: str) -> str:
+    """The installed version of an engine; warns once a process if it is not one that the adapter is made for (">=5.24,<5.25")."""
     version = importlib.metadata.version(package)
-    if not version_matches(version, tested) and package not in _warned:
+    if not version_matches(version, wanted) and package not in _warned:
         _warned.add(package)
-        warnings.warn(f"portattn.integrations: {package} {version} is installed; tested are versions {tested}. It may work; if it does "
-                      "not, install one of those or tell us.", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"portattn.integrations: {package} {version} is installed, and the adapter is made for versions {wanted}; it may work, "
+                      "and if it does not, install one of those", RuntimeWarning, stacklevel=3)
     return version
