@@ -366,7 +366,7 @@ def walk(
     if LOOPS == "two":
         before = (full_start - start) // BN
         tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
-        for t in tl.range(0, tiles, num_stages=2):  # few; more stages would only take shared memory
+        for t in tl.range(0, tiles, num_stages=1 if PAGED else 2):  # few; more stages only take shared memory and registers
             n = start + t * BN
             if t >= before:
                 n = full_end + (t - before) * BN
