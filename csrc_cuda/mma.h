@@ -4,7 +4,8 @@
 //   Acc        a lane's part of C: element e stands at row(slot_of(e)), column col(e); a lane sees kSlots rows
 //   FragA      a lane's part of A; load_a reads row-major shared memory; to_a turns an Acc into an A
 //   FragB      a lane's part of B; load_b_rows reads it from memory that holds B's columns as rows (keys of K),
-//              load_b_cols from memory that holds B's rows as rows (keys of V)
+//              load_b_cols from memory that holds B's rows as rows (keys of V). What load_a read is multiplied by what
+//              load_b_rows read, and what to_a made by what load_b_cols read: other vendors order k differently in the two
 //   store_row  puts a lane's elements of one of its rows into memory
 //   row_max, row_sum   combine kSlots values a lane over the lanes that see the same rows
 // Shared-memory rows are 16-byte aligned; a pitch that is an odd number of 16 bytes has no bank conflicts.

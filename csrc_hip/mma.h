@@ -95,6 +95,13 @@ PA_DEVICE void store_row(const Acc& c, int, float* to) {
   }
 }
 
+// The same in 16 bits, times a factor.
+template <class T>
+PA_DEVICE void store_row(const Acc& c, int, float factor, T* to) {
+#pragma unroll
+  for (int e = 0; e < kAcc; ++e) to[col(e)] = from_float<T>(c.x[e] * factor);
+}
+
 PA_DEVICE void row_max(float (&x)[kSlots]) {
   x[0] = max_of(x[0], warp::wave_xor_16(x[0]));
   if constexpr (warp::kWave == 64) x[0] = max_of(x[0], warp::wave_xor_32(x[0]));

@@ -1,5 +1,5 @@
 // Not a kernel of portattn: a block whose lanes disagree on which barrier they are at. The host device must say where.
-#include "warp.h"
+#include <warp.h>
 
 using namespace portattn;
 
