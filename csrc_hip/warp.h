@@ -59,15 +59,13 @@ PA_DEVICE T shfl_xor(T x, int mask) {
 
 template <int W = 32, class T>
 PA_DEVICE T reduce_sum(T x) {
-#pragma unroll
-  for (int m = W / 2; m; m /= 2) x += shfl_xor<W>(x, m);
-  return x;
+  if constexpr (W == 1) return x;
+  else return reduce_sum<W / 2>(x + shfl_xor<W>(x, W / 2));
 }
 template <int W = 32>
 PA_DEVICE float reduce_max(float x) {
-#pragma unroll
-  for (int m = W / 2; m; m /= 2) x = max_of(x, shfl_xor<W>(x, m));
-  return x;
+  if constexpr (W == 1) return x;
+  else return reduce_max<W / 2>(max_of(x, shfl_xor<W>(x, W / 2)));
 }
 
 PA_DEVICE u32 ballot(bool b) { return half_ballot(b); }
