@@ -43,9 +43,10 @@ def probe(device: torch.device) -> tuple[Reason, ...]:
             return (Reason("arch", "sm_75 or newer", arch),)
         if arch.startswith("gfx") and not arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")):
             return (Reason("arch", "gfx90a|gfx94x|gfx950|gfx11xx|gfx12xx", arch),)
-    from .calls import machine_of
+    from .calls import machine_of, workspace
 
     machine_of(device)  # raises where Triton's driver cannot serve the device
+    workspace(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)).prepare()
     return ()
 
 

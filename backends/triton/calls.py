@@ -71,18 +71,23 @@ class Workspace:
         self.next = 0
         self.lock = threading.Lock()
 
+    def prepare(self) -> None:
+        """Makes the arena; waits for the device, once, so that any stream may use it from then on. Called when the device is probed."""
+        with self.lock:
+            if self.arena is None and self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                with torch.inference_mode(), torch.cuda.device(self.device):
+                    self.arena = torch.zeros(self.ARENA, dtype=torch.int32, device=self.device)
+                    torch.cuda.current_stream(self.device).synchronize()
+
     def eager(self, stream: int, floats: int, counters: int) -> tuple[Tensor, Tensor, int, int]:
         """(partial results, counters, and their addresses) for a call on this stream."""
         found = self.streams.get(stream)
         if found is None or found[0].numel() < floats or found[1].numel() < counters:
-            with self.lock, torch.inference_mode(), torch.cuda.device(self.device):
-                if self.arena is None and self.device.type == "cuda":
-                    self.arena = torch.zeros(self.ARENA, dtype=torch.int32, device=self.device)
-                    torch.cuda.current_stream(self.device).synchronize()  # once a device: any stream may use it from now on
-                have = (found[0].numel(), found[1].numel()) if found else (0, 0)
+            have = (found[0].numel(), found[1].numel()) if found else (0, 0)
+            with torch.inference_mode(), torch.cuda.device(self.device):
                 parts = torch.empty(max(floats, have[0]), dtype=torch.float32, device=self.device)
                 zeros = torch.zeros(max(counters, have[1], 4096), dtype=torch.int32, device=self.device)
-                found = self.streams[stream] = (parts, zeros, parts.data_ptr(), zeros.data_ptr())
+            found = self.streams[stream] = (parts, zeros, parts.data_ptr(), zeros.data_ptr())
         return found
 
     def captured(self, floats: int, counters: int) -> tuple[Tensor, Tensor, int, int]:
@@ -94,7 +99,7 @@ class Workspace:
                     self.next = 0
                 zeros = self.arena[self.next : self.next + counters]
                 self.next += counters
-            else:  # nothing ran on this device yet: the graph zeroes its counters itself
+            else:  # no arena, or not enough of it: the graph zeroes its counters itself
                 zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
         return parts, zeros, parts.data_ptr(), zeros.data_ptr()
 

@@ -47,6 +47,10 @@ def test_every_8_bit_code_decodes_and_encodes_exactly():
     _interpreted("codes")
 
 
+def test_paths_that_small_problems_do_not_take():
+    _interpreted("paths")
+
+
 def test_page_offsets_past_int32():
     _interpreted("offsets")
 
@@ -123,7 +127,50 @@ def offsets() -> None:
     assert torch.equal(out, torch.full_like(out, 2.0)), out
 
 
+def paths() -> None:
+    """Few row blocks over many keys (prefill rows in split programs), latent attention, more sequences than one search holds,
+    splits asked for, a negative scale, and a batch whose decodes and chunks share a launch."""
+    from portattn.backends.triton import schedule
+
+    import portattn
+    from portattn import reference
+
+    torch.manual_seed(7)
+    half = lambda *shape: torch.randn(*shape).half()
+
+    def hold(name: str, *args, **kwargs) -> None:
+        out, lse = getattr(portattn, name)(*args, backend="triton", return_lse=True, **kwargs)
+        hints = ("num_splits", "batch_invariant")
+        want, want_lse = getattr(reference, name)(*args, **{k: v for k, v in kwargs.items() if k not in hints})
+        seen = torch.isfinite(want_lse)
+        assert torch.equal(torch.isfinite(lse), seen), (name, kwargs)
+        assert (out.double() - want.double()).abs().max() < 4e-3, (name, kwargs)
+        assert (lse.double() - want_lse.double())[seen].abs().max() < 1e-5, (name, kwargs)
+
+    hold("attention", half(1, 70, 1, 16), half(1, 2100, 1, 16), half(1, 2100, 1, 16), causal=True)
+    cache = half(6, 16, 1, 576)
+    table, lens = torch.tensor([[4, 1, 3], [0, 2, 5]], dtype=torch.int32), torch.tensor([41, 17], dtype=torch.int32)
+    hold("attention_paged", half(2, 1, 16, 576), cache, cache[..., :512], table, lens, causal=True)  # v is a part of k: loaded once
+    hold("attention_paged", half(2, 5, 16, 576), cache, half(6, 16, 1, 512), table, lens, causal=True)
+
+    schedule.MAX_SEARCH = 4  # so that a batch of six is too many to search: its sequences are not split
+    small = half(12, 4, 1, 16)
+    table = torch.arange(12, dtype=torch.int32).view(6, 2)
+    lens = torch.tensor([8, 1, 0, 5, 7, 3], dtype=torch.int32)
+    cu = torch.tensor([0, 1, 2, 3, 43, 44, 45], dtype=torch.int32)
+    hold("attention_paged", half(6, 1, 2, 16), small, small, table, lens)
+    hold("attention_paged", half(45, 2, 16), small, small, table, lens, cu_seqlens_q=cu, max_seqlen_q=40)
+    schedule.MAX_SEARCH = 1024
+    hold("attention_paged", half(45, 2, 16), small, small, table, lens, cu_seqlens_q=cu, max_seqlen_q=40, num_splits=2)
+    hold("attention_paged", half(45, 2, 16), small, small, table, lens, cu_seqlens_q=cu, max_seqlen_q=40, batch_invariant=True)
+    q, k, v = half(1, 3, 4, 32), half(1, 90, 2, 32), half(1, 90, 2, 32)
+    for scale in (-0.3, 0.0):
+        hold("attention", q, k, v, causal=True, softmax_scale=scale)
+        hold("attention", q, k, v, causal=True, softmax_scale=scale, softcap=3.0)
+    hold("attention", q, k, v, num_splits=7)
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PORTATTN_VERIFY", "0")
-    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets}[sys.argv[1]]()
+    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets, "paths": paths}[sys.argv[1]]()
