@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
 from portattn import driver, native
 from portattn.codeobjects import Found, Instance
-from portattn.driver import CUDA, HIP, Driver
+from portattn.driver import CUDA, Driver
 from portattn.errors import KernelError
 
-HERE = Path(__file__).parent
+from .fakes import log, params
+
 INSTANCE = Instance("decode", (("PA_T", "bf16"), ("PA_D", "64")))
-
-pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    made = {}
-    for vendor, flags in (("cuda", []), ("hip", ["-DHIP"])):
-        made[vendor] = str(folder / f"fake_{vendor}.so")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", made[vendor], str(HERE / "fake_driver.c")], check=True)
-    return made
-
-
-@pytest.fixture(params=["cuda", "hip"])
-def fake(request, libraries, monkeypatch):
-    """A Driver over the fake library, and that library."""
-    monkeypatch.delenv("FAKE_FAIL", raising=False)
-    monkeypatch.setattr(driver, "code_object", lambda vendor, arch, instance: Found(b"KERNEL " + arch.encode() + b"\0", "test"))
-    library = ctypes.CDLL(libraries[request.param])
-    library.fake_log.restype = ctypes.c_char_p
-    library.fake_reset()
-    return Driver(CUDA if request.param == "cuda" else HIP, libraries[request.param]), library
-
-
-def log(library) -> list[str]:
-    return library.fake_log().decode().splitlines()
-
 
 def test_a_function_is_loaded_once_a_device_in_its_primary_context(fake):
     d, library = fake
@@ -67,14 +37,8 @@ def test_a_launch_passes_grid_stream_shared_memory_and_the_struct(fake):
     buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
     f.launch((8, 33), 128, 0x77, buffer)
     assert log(library)[-1] == "launch grid 8 33 1 block 128 1 1 shared 1000 stream 0x77"
-    seen = ctypes.string_at(_params(library), len(packed))
+    seen = ctypes.string_at(params(library), len(packed))
     assert seen == bytes(packed)
-
-
-def _params(library) -> int:
-    get = library["fake_params"]
-    get.restype = ctypes.c_void_p
-    return get()
 
 
 def test_errors_carry_the_drivers_words_and_the_problem(fake, monkeypatch):
@@ -174,5 +138,5 @@ def test_launchers_patch_pointers_and_flags_of_their_own_copy(fake):
     for off, want in ((0, native.ALIGNED | native.PAGED), (native.ALIGNED, native.PAGED)):
         launcher(9, off, addresses)
         assert log(library)[-1] == "launch grid 2 5 1 block 64 1 1 shared 0 stream 0x9"
-        seen = ctypes.string_at(_params(library), len(native.pack(native.ATTENTION, {})))
+        seen = ctypes.string_at(params(library), len(native.pack(native.ATTENTION, {})))
         assert seen == bytes(native.pack(native.ATTENTION, {"flags": want, "batch": 3} | dict(zip((n for n, _ in native.ATTENTION), addresses))))

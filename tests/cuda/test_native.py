@@ -12,14 +12,13 @@ import torch
 from portattn import native
 from portattn.problem import Call, Problem
 
-from .test_driver import _params, fake, libraries, log  # noqa: F401: fixtures
+from .fakes import log, params
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 LIMITS = native.Limits(227 << 10, 228 << 10, 132)
 
 
 @pytest.fixture
-def device(fake, monkeypatch):  # noqa: F811
+def device(fake, monkeypatch):
     """A native.Device on CPU tensors, torch's CUDA functions answered by hand."""
     state = {"stream": 0x90, "capturing": False}
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -44,7 +43,7 @@ def paged(**changed):
 def seen(device) -> dict:
     """The struct of the last launch, by field."""
     codes = "<" + "".join(code for _, code in native.ATTENTION)
-    raw = ctypes.string_at(_params(device.library), struct.calcsize(codes))
+    raw = ctypes.string_at(params(device.library), struct.calcsize(codes))
     return dict(zip((name for name, _ in native.ATTENTION), struct.unpack(codes, raw)))
 
 
@@ -122,13 +121,13 @@ def test_empty_calls_launch_nothing(device):
 
 
 def test_grids_are_bounded_by_the_device_and_by_the_work(device):
-    def grid(call, p=problem()):
+    def grid(call, p):
         native.Attention(device, call, p)(call)
         return tuple(map(int, log(device.library)[-1].split()[2:4]))
 
-    assert grid(paged()) == (2, 3), "three sequences of at most one unit of 64 keys, two kv heads"
+    assert grid(paged(), problem()) == (2, 3), "three sequences of at most one unit of 64 keys, two kv heads"
     many = paged(block_table=torch.zeros(3, 4000, dtype=torch.int32), max_seqlen_k=64000)
-    lines, workers = grid(many)
+    lines, workers = grid(many, problem())
     assert lines == 2 and lines * workers == 2 * LIMITS.sms
     wide = torch.zeros(3, 80, 8, 64, dtype=torch.bfloat16)
     assert grid(paged(q=wide, out=wide.clone(), max_seqlen_q=80), problem(q_len="extend")) == (3 * 3 * 2, 1), "tiles of 128 rows, no parts"

@@ -1,0 +1,132 @@
+"""On a CUDA device: random problems against the float64 reference, streams and graphs side by side. Skipped without one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+
+import portattn
+from portattn import reference
+from portattn.testing.tolerance import close_lse, close_out
+
+pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and torch.version.cuda), reason="device: no CUDA device")
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def problem(lens, q_lens, heads, dim, dim_v, page, dtype, *, cache=None, hnd=False, ragged=False, seed=0, **options):
+    """CPU arguments of attention_paged; unused slots are NaN and unused table entries wild."""
+    g = torch.Generator().manual_seed(seed)
+    (hq, hk), batch = heads, len(lens)
+    width = max(1, max(-(-n // page) for n in lens)) + 2
+    count = sum(-(-n // page) for n in lens) + 3
+    k, v = torch.full((count, page, hk, dim), float("nan")), torch.full((count, page, hk, dim_v), float("nan"))
+    order, table, at = torch.randperm(count, generator=g), torch.full((batch, width), 10**9, dtype=torch.int32), 0
+    for b, n in enumerate(lens):
+        pages = -(-n // page)
+        table[b, :pages] = order[at : at + pages]
+        at += pages
+        j = torch.arange(n)
+        rows = table[b].long()[j // page]
+        k[rows, j % page], v[rows, j % page] = torch.randn(n, hk, dim, generator=g), torch.randn(n, hk, dim_v, generator=g)
+    k, v = (x.to(FP8[cache] if cache else dtype) for x in (k, v))
+    if hnd:
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+        options["kv_layout"] = "HND"
+    if ragged:
+        q = torch.randn(sum(q_lens), hq, dim, generator=g).to(dtype)
+        options |= dict(cu_seqlens_q=torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32), max_seqlen_q=max(q_lens))
+    else:
+        q = torch.randn(batch, q_lens[0], hq, dim, generator=g).to(dtype)
+    return (q, k, v, table, torch.tensor(lens, dtype=torch.int32)), options
+
+
+def on_gpu(args, options, **more):
+    move = lambda x: x.cuda() if isinstance(x, torch.Tensor) else x
+    return portattn.attention_paged(*map(move, args), **{k: move(v) for k, v in options.items()}, return_lse=True, backend="cuda", **more)
+
+
+def check(args, options):
+    out, lse = on_gpu(args, options)
+    want, want_lse = reference.attention_paged(*args, **options)
+    plain, plain_lse = reference.plain(reference.attention_paged, *args, **options)
+    close_out(out.cpu(), want, plain, args[0].dtype)
+    close_lse(lse.cpu(), want_lse, plain_lse, args[0].dtype)
+
+
+@pytest.mark.parametrize("lens", [(1024,), (4000, 17, 300, 1024, 0), (70000,)])
+def test_long_decodes(lens):
+    check(*problem(lens, (1,), (32, 8), 128, 128, 16, torch.bfloat16, causal=True))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems(seed):
+    r = random.Random(seed)
+    batch = r.choice([1, 2, 3, 7, 40, 300])
+    top = r.choice([20, 200, 3000]) if batch < 40 else 200
+    hk, group = r.choice([1, 2, 4]), r.choice([1, 2, 3, 4, 8, 16])
+    dim = r.choice([64, 128, 80, 96, 72, 36, 192, 256, 33])
+    longest, ragged = r.choice([1, 1, 2, 5, 33, 150]) if batch < 40 else 1, r.random() < 0.4
+    q_lens = [r.randint(0, longest) if ragged else longest for _ in range(batch)]
+    q_lens[0] = max(1, q_lens[0])
+    options = dict(causal=r.random() < 0.7, window_size=r.choice([(-1, -1), (-1, -1), (10, 0), (100, 3), (5, -1)]),
+                   softcap=r.choice([0.0, 0.0, 5.0]), batch_invariant=r.random() < 0.3)
+    g = torch.Generator().manual_seed(seed)
+    dtype = r.choice([torch.bfloat16, torch.float16])
+    if r.random() < 0.3:
+        options["alibi_slopes"] = torch.rand(hk * group, generator=g) * 0.5
+    if r.random() < 0.3:
+        options["sinks"] = torch.randn(hk * group, generator=g).to(dtype)
+    if r.random() < 0.3:
+        options |= dict(k_scale=torch.rand(batch, hk, generator=g) + 0.5, v_scale=torch.rand(hk, generator=g) + 0.5)
+    check(*problem([r.randint(0, top) for _ in range(batch)], q_lens, (hk * group, hk), dim, r.choice([dim, dim, 64, dim - 1]),
+                   r.choice([16, 16, 32, 1, 7, 64, 128]), dtype, cache=r.choice([None, None, None, "e4m3", "e5m2"]), hnd=r.random() < 0.4,
+                   ragged=ragged, seed=seed, **options))
+
+
+def test_graphs_and_eager_calls_at_the_same_time_do_not_share_partial_results():
+    args, options = problem((3000, 2000), (1,), (8, 2), 128, 128, 16, torch.bfloat16, causal=True)
+    gpu = [x.cuda() for x in args]
+    run = lambda out: portattn.attention_paged(*gpu, causal=True, out=out, backend="cuda")
+    want = run(torch.empty_like(gpu[0])).clone()
+    graphs = []
+    for _ in range(2):
+        out, graph = torch.empty_like(gpu[0]), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                run(out)
+        graphs.append((graph, out))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    eager = torch.empty_like(gpu[0])
+    for _ in range(20):
+        for (graph, _), stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            run(eager)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for _, out in graphs) and torch.equal(eager, want)
+
+
+def test_eight_threads_on_their_own_streams():
+    args, options = problem((3000, 200), (1,), (8, 2), 64, 64, 16, torch.float16, causal=True)
+    want, _ = on_gpu(args, options)
+    errors = []
+
+    def work():
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    assert torch.equal(on_gpu(args, options)[0], want)
+        except Exception as exc:
+            errors.append(exc)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors, errors[0]
