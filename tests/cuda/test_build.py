@@ -55,8 +55,8 @@ def test_instances_compile_within_their_budgets(arch, instance, tmp_path):
 
 
 def test_the_list_of_objects_needs_no_torch_and_names_every_instance():
-    code = "import sys; sys.modules['torch'] = None; sys.argv = ['objects.py', 'list', 'sm_90']; exec(open('objects.py').read())"
-    done = subprocess.run([sys.executable, "-c", code.replace("__file__", "'objects.py'")], cwd=ROOT / "cmake", capture_output=True, text=True)
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['objects.py', 'list', 'sm_90']; runpy.run_path('objects.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "cmake", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.split()
     assert len(lines) == len(set(lines)) == len(instances.every_instance(limits_of("sm_90")))
