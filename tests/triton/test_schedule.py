@@ -99,38 +99,95 @@ def test_batch_invariance_ignores_the_batch_and_its_bounds():
     assert modes == {"both"}
 
 
-def test_arguments_are_packed_as_a_c_compiler_lays_them_out():
+class Kernel:
+    """What Launch asks of a compiled kernel."""
+
+    run, function = None, 1234
+
+    class metadata:
+        num_warps, shared, num_ctas = 4, 5000, 1
+
+        class target:
+            warp_size = 32
+
+
+TYPES = (("q", "*bf16"), ("k", "*bf16"), ("scale", "fp32"), ("left", "i32"), ("stride", "i64"), ("n", "i32"), ("m", "i32"), ("s",
+                                                                                                                             "i64"))
+
+
+def launched(monkeypatch, driver) -> None:
     from portattn.backends.triton import launch
 
-    class Kernel:
-        run, function, src = None, 1234, None
+    monkeypatch.setattr(launch, "_driver", driver)
+    launch.Launch(Kernel(), launch.Spec("attend", TYPES, (), (), 4, 1), (1 << 40, 7, -8, -(1 << 41)), 3, 0)(99, 1 << 50, 2, 0.5,
+                                                                                                            -1)
 
-        class metadata:
-            num_warps, shared, num_ctas = 4, 0, 1
 
-            class target:
-                warp_size = 32
-
-    class Driver:
-        no_context = 201
-
-        def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
-            self.seen = [ctypes.string_at(p, 8) for p in pointers]
-            return 0
-
-    types = (("q", "*bf16"), ("k", "*bf16"), ("scale", "fp32"), ("left", "i32"), ("stride", "i64"), ("n", "i32"), ("m", "i32"),
-             ("s", "i64"))
-    driver, real = Driver(), launch._driver
-    launch._driver = driver
-    try:
-        launch.Launch(Kernel(), launch.Spec("attend", types, (), (), 4, 1), (1 << 40, 7, -8, -(1 << 41)), 3, 0)(99, 1 << 50, 2,
-                                                                                                                0.5, -1)
-    finally:
-        launch._driver = real
-    read = lambda i, code: struct.unpack_from("=" + code, driver.seen[i])[0]
+def holds_arguments(pointers) -> None:
+    read = lambda i, code: struct.unpack_from("=" + code, ctypes.string_at(pointers[i], 8))[0]
     assert [read(0, "Q"), read(1, "Q"), read(2, "f"), read(3, "i")] == [1 << 50, 2, 0.5, -1]
     assert [read(4, "q"), read(5, "i"), read(6, "i"), read(7, "q")] == [1 << 40, 7, -8, -(1 << 41)]
-    assert [read(8, "Q"), read(9, "Q")] == [0, 0]
+    assert [read(8, "Q"), read(9, "Q")] == [0, 0]  # Triton's scratch arguments
+
+
+def test_arguments_are_packed_as_a_c_compiler_lays_them_out(monkeypatch):
+    class Driver:
+        launch_ex = None
+
+        def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
+            assert [x.value for x in (function, gx, gy, gz, bx, by, bz, shared, stream)] == [1234, 3, 1, 1, 128, 1, 1, 5000, 99]
+            holds_arguments(pointers)
+            self.done = True
+            return 0
+
+    driver = Driver()
+    launched(monkeypatch, driver)
+    assert driver.done
+
+
+def test_the_short_launch_passes_cuda_h_s_configuration(monkeypatch):
+    class Driver:
+        launch = None
+
+        def launch_ex(self, config, function, pointers, extra):
+            raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
+            assert struct.unpack("=7I4xQQI4x", raw) == (3, 1, 1, 128, 1, 1, 5000, 99, 0, 0)
+            holds_arguments(pointers)
+            self.done = True
+            return 0
+
+    driver = Driver()
+    launched(monkeypatch, driver)
+    assert driver.done
+
+
+def test_a_refused_short_launch_is_repeated_the_long_way(monkeypatch):
+    class Driver:
+        calls = []
+
+        def launch_ex(self, *_):
+            self.calls.append("short")
+            return 801
+
+        def launch(self, *_):
+            self.calls.append("long")
+            return 0
+
+    launched(monkeypatch, Driver())
+    assert Driver.calls == ["short", "long"]
+
+
+def test_a_launch_that_fails_is_a_kernel_error(monkeypatch):
+    class Driver:
+        launch_ex = None
+
+        def launch(self, *_):
+            return 700
+
+    from portattn.errors import KernelError
+
+    with pytest.raises(KernelError, match="error 700"):
+        launched(monkeypatch, Driver())
 
 
 def test_a_missing_or_broken_triton_is_a_reason():
