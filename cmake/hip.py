@@ -18,7 +18,7 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = os.path.join(ROOT, "csrc_hip")
-FLAGS = ["-O3", "-std=c++17", "-nogpuinc", "-nogpulib", "-I.", "-I../portattn/include", "-Wall", "-Werror"]
+FLAGS = ["-O3", "-std=c++17", "-nogpuinc", "-nogpulib", "-fuse-cuid=none", "-I.", "-I../portattn/include", "-Wall", "-Werror"]
 CLANGS = ("clang-22", "clang-21", "clang-20", "clang-19", "/opt/rocm/llvm/bin/clang", "amdclang", "clang")
 NEW = {"gfx950": 20}  # the first clang that knows it, where that is not 19
 

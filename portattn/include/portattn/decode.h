@@ -81,24 +81,25 @@ struct Decode {
     const int first = c.key() + wave * kKeys, head = c.head_kv, count = c.s.len_k - first;
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
-    if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned) && count >= kKeys) {
+    if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
+      // Keys past the length: no byte is read of them, and their addresses do not matter.
       const KvOffset base = kv_offset(p, c.s, page, first, head);
       if (warp::kWave % kPieces == 0) {  // a lane stays in its column: pointers move by a constant
         constexpr int kRows = max_of(1, warp::kWave / kPieces);
-        const int r = lane / kPieces, d = lane % kPieces * kEach;
+        const int r = lane / kPieces, d = lane % kPieces * kEach, left = count - r;
         const C* k_from = k_base + base.k + r * p.k_token + d;
         const C* v_from = v_base + base.v + r * p.v_token + d;
         const int k_bytes = min_of(16, max_of(0, p.head_dim - d) * kSize), v_bytes = min_of(16, max_of(0, p.head_dim_v - d) * kSize);
         C* to = k_to + r * kCachePitch + d;
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) {
-          copy_async16(to + i * kRows * kCachePitch, k_from, k_bytes);
+          copy_async16(to + i * kRows * kCachePitch, k_from, i * kRows < left ? k_bytes : 0);
           k_from += kRows * p.k_token;
         }
         to += kKeys * kCachePitch;
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) {
-          copy_async16(to + i * kRows * kCachePitch, v_from, v_bytes);
+          copy_async16(to + i * kRows * kCachePitch, v_from, i * kRows < left ? v_bytes : 0);
           v_from += kRows * p.v_token;
         }
         return;
@@ -107,12 +108,13 @@ struct Decode {
       for (int i = 0; i < ceil_div(kAll, warp::kWave); ++i) {
         const int piece = i * warp::kWave + lane, r = piece / kPieces, d = piece % kPieces * kEach;
         if (kAll % warp::kWave != 0 && piece >= kAll) break;
-        copy_async16(k_to + r * kCachePitch + d, k_base + base.k + r * p.k_token + d, min_of(16, max_of(0, p.head_dim - d) * kSize));
-        copy_async16(v_to + r * kCachePitch + d, v_base + base.v + r * p.v_token + d, min_of(16, max_of(0, p.head_dim_v - d) * kSize));
+        const int k_bytes = min_of(16, max_of(0, p.head_dim - d) * kSize), v_bytes = min_of(16, max_of(0, p.head_dim_v - d) * kSize);
+        copy_async16(k_to + r * kCachePitch + d, k_base + base.k + r * p.k_token + d, r < count ? k_bytes : 0);
+        copy_async16(v_to + r * kCachePitch + d, v_base + base.v + r * p.v_token + d, r < count ? v_bytes : 0);
       }
       return;
     }
-    // The last keys of a sequence, any page size, any alignment.
+    // Pages that 16 keys may straddle, and rows that are not aligned.
 #pragma unroll 1
     for (int piece = lane; piece < kAll; piece += warp::kWave) {
       const int r = piece / kPieces, d = piece % kPieces * kEach;
@@ -149,9 +151,10 @@ struct Decode {
   // while the scores are computed), 0 neither.
   static constexpr int kOutRegisters = kTiles * mma::kAcc, kPieceRegisters = 4 * kLoads;
   static constexpr int kQRegisters = kHoldQ ? kTiles * static_cast<int>(sizeof(mma::FragA)) / 4 : 0;
-  static constexpr int kAhead = kOutRegisters + kQRegisters + 2 * kPieceRegisters <= 160 ? 2 : kOutRegisters + kPieceRegisters <= 140 ? 1 : 0;
-  static constexpr int kScoreUnroll = kStaged && !kHoldQ ? 2 : kTiles;
-  struct Pieces { Bytes16 x[kLoads]; };
+  static constexpr int kAhead = kOutRegisters + kQRegisters + 2 * kPieceRegisters <= (kWiden ? 128 : 160) ? 2 : kOutRegisters + kPieceRegisters <= 140 ? 1 : 0;
+  static constexpr int kScoreUnroll = kStaged && kAhead == 0 ? 2 : kTiles;
+  static constexpr int kParts = kAhead == 0 ? 2 : 1, kPart = ceil_div(kLoads, kParts);  // with nothing ahead, half the pieces at a time
+  struct Pieces { Bytes16 x[kPart]; };
 
   PA_DEVICE bool whole(const Cursor<kUnit>& c, int first) const {
     constexpr i64 kFar = (1 << 30) / (kKeys * static_cast<int>(sizeof(C)));  // rows are addressed by 32 bits from the first
@@ -181,7 +184,7 @@ struct Decode {
     }
   }
   // Starts the loads of 16 keys (or their values) of the cursor's sequence, where they are whole.
-  template <bool kOfV>
+  template <bool kOfV, int kNth = 0>
   PA_DEVICE void fetch(const Cursor<kUnit>& c, int first, i64 page, Pieces& x) const {
     x = {};
     if (!whole(c, first)) return;
@@ -197,25 +200,27 @@ struct Decode {
     constexpr int kRows = max_of(1, warp::kWave / kPieces);
     const u32 mine = offset(lane);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int n = 0; n < kPart; ++n) {
+      const int i = kNth * kPart + n;
       const i64 from = uniform(reinterpret_cast<i64>(kColumn ? base + static_cast<i64>(i) * kRows * token : base));
-      x.x[i] = *reinterpret_cast<const Bytes16*>(in_global(reinterpret_cast<const u8*>(from)) + (kColumn ? mine : offset(i * warp::kWave + lane)));
+      x.x[n] = *reinterpret_cast<const Bytes16*>(in_global(reinterpret_cast<const u8*>(from)) + (kColumn ? mine : offset(i * warp::kWave + lane)));
     }
   }
   // Waits for them and leaves them in the wave's tile; where they are not whole (the last keys of a sequence, pages
   // that 16 keys straddle, rows that are not aligned) they are read only now.
-  template <bool kOfV>
+  template <bool kOfV, int kNth = 0>
   PA_DEVICE void land(const Cursor<kUnit>& c, int first, const Pieces& x) const {
     if (whole(c, first)) {
       const bool padded = (kOfV ? p.head_dim_v : p.head_dim) != kD;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int piece = i * warp::kWave + lane, r = piece / kPieces, d = piece % kPieces * kEach;
-        if ((kKeys * kPieces) % warp::kWave != 0 && r >= kKeys) continue;
-        put<kOfV>(r, d, padded ? keep_bytes(x.x[i], bytes_from(d, kOfV)) : x.x[i]);
+      for (int n = 0; n < kPart; ++n) {
+        const int piece = (kNth * kPart + n) * warp::kWave + lane, r = piece / kPieces, d = piece % kPieces * kEach;
+        if ((kKeys * kPieces) % (kPart * warp::kWave) != 0 && r >= kKeys) continue;
+        put<kOfV>(r, d, padded ? keep_bytes(x.x[n], bytes_from(d, kOfV)) : x.x[n]);
       }
       return;
     }
+    if (kNth) return;
     const int count = c.s.len_k - first;
 #pragma unroll 1
     for (int piece = lane; piece < kKeys * kPieces; piece += warp::kWave) {
@@ -544,12 +549,20 @@ struct Decode {
       begin(c, st);
     }
     land<false>(c, first, f.keys);
+    if constexpr (kParts == 2) {
+      fetch<false, 1>(c, first, f.page, f.keys);
+      land<false, 1>(c, first, f.keys);
+    }
     const i64 next = more ? look_up(c, first + kUnit) : 0;
     if (kAhead == 1) fetch<true>(c, first, f.page, f.values);
     warp::wave_sync();
     step(c, st, 0, [&] {
       if (kAhead == 0) fetch<true>(c, first, f.page, f.values);
       land<true>(c, first, f.values);
+      if constexpr (kParts == 2) {
+        fetch<true, 1>(c, first, f.page, f.values);
+        land<true, 1>(c, first, f.values);
+      }
       f.page = uniform(next);
       f.keys = {};  // no register keeps what was there before
       if (more && kAhead >= 1) fetch<false>(c, first + kUnit, f.page, f.keys);
