@@ -322,7 +322,7 @@ def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, r
     }
     bd, bdv = pow2(d, 16), pow2(dv, 16)
     constants = {name: None for name, kind in types.items() if not kind} | {
-        "BT": max(1, min(8, 2048 // max(bd, bdv))), "BB": search, "D": d, "DV": dv, "BD": bd, "BDV": bdv, "ROTARY": rotary,
+        "BT": max(1, min(4, 1024 // max(bd, bdv))), "BB": search, "D": d, "DV": dv, "BD": bd, "BDV": bdv, "ROTARY": rotary,
         "INTERLEAVED": interleaved, "FORMAT": FORMATS[kv_dtype] if eight else "same", "BY_HAND": interpreting(),
     }
     runtime = [(name, kind) for name, kind in types.items() if kind] + [("k_divisor", "fp32"), ("v_divisor", "fp32")]

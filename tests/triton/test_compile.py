@@ -64,6 +64,15 @@ def target(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, machine(arch).wave)
 
 
+def compile_for(spec, arch: str):
+    try:
+        return compiled(spec, target(arch))
+    except Exception as error:
+        if "ld.lld not found" in str(error):
+            pytest.skip("this Triton links for AMD with ROCm's own ld.lld, which is not installed")
+        raise
+
+
 def build(arch: str, name: str):
     """(kernel, spec) of a variant, with the configuration that a call on this architecture would take."""
     mode, changes = VARIANTS[name]
@@ -79,7 +88,7 @@ def build(arch: str, name: str):
     while True:
         split = schedule.split_config(base, tile, mode, s.group, s.group)
         spec = schedule.attend_spec(s, mode, tile, split, 16, mode != "tiles", min(16, schedule.pow2(s.group)))
-        kernel = compiled(spec, target(arch))
+        kernel = compile_for(spec, arch)
         if kernel.metadata.shared <= m.shared:
             return kernel, spec
         smaller = (base if mode == "splits" else tile).smaller()
@@ -88,9 +97,10 @@ def build(arch: str, name: str):
 
 
 def spills(kernel, arch: str, tmp_path) -> int:
-    """Registers spilled to memory: from the object's notes (AMD), or the bytes of stack that the assembler reports (NVIDIA)."""
+    """Registers spilled to memory: vector registers in the object's notes (AMD; scalar ones spill into vector registers), or the
+    bytes of stack that the assembler reports (NVIDIA)."""
     if arch.startswith("gfx"):
-        return sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"]))
+        return sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"]))
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -129,8 +139,8 @@ def test_append_and_merge_compile(arch, tmp_path):
                                     table=torch.int32, kv_lens=torch.int32, cu_q=torch.int32, slots=None, k_scale=True,
                                     v_scale=True,
                                     search=16)
-        assert spills(compiled(spec, target(arch)), arch, tmp_path) == 0
-    merge = compiled(schedule.merge_spec(dtype=torch.bfloat16, sinks=torch.float32, dv=128), target(arch))
+        assert spills(compile_for(spec, arch), arch, tmp_path) == 0
+    merge = compile_for(schedule.merge_spec(dtype=torch.bfloat16, sinks=torch.float32, dv=128), arch)
     assert spills(merge, arch, tmp_path) == 0
 
 

@@ -37,7 +37,7 @@ def _interpreted(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-@pytest.mark.timeout(3600 if EVERY == 1 else 600)
+@pytest.mark.timeout(7200 if EVERY == 1 else 1200)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_quick_conformance_level(part):
     _interpreted("conformance", str(part))
