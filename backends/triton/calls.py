@@ -135,6 +135,15 @@ def _plain(t: Tensor) -> bool:
     return t.dim() == 0 or t.stride(-1) == 1 or t.shape[-1] <= 1
 
 
+def _nested(t: Tensor) -> bool:
+    """Whether the heads of a token lie inside its row, and the tokens of a batch entry inside its stride: what the driver's
+    documentation promises of tensor maps. Expanded and head-major keys go through pointers."""
+    *batch_s, row, head, _ = t.stride()
+    *_, tokens, heads, d = t.shape
+    inside = head * (heads - 1) + d <= row and (heads == 1 or head >= d)
+    return inside and all(s >= tokens * row or n == 1 for s, n in zip(batch_s, t.shape)) and max(t.stride()) < 1 << 38
+
+
 def _bytes(t: Tensor) -> Tensor:
     """8-bit floats and bools as the uint8 tensors that the interpreter takes."""
     return t.view(torch.uint8) if t.dtype in FORMATS or t.dtype == torch.bool else t
@@ -278,13 +287,14 @@ class Attention:
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
 
     def _descriptors(self, call: Call, shape: Shape) -> bool:
-        """Whether tiles of keys go through tensor descriptors: unpadded head dims, and enough work to hide the cost of Triton's
-        own launcher, which encodes them."""
+        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to hide the cost
+        of Triton's own launcher, which encodes them."""
         k, v = call.k, call.v
         if not shape.wgmma or not shape.aligned or shape.ieee or self.layout == "paged" or not k.dtype == v.dtype == call.q.dtype:
             return False
         exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
-        return exact and k.numel() > 0 and self.batch * self.max_q * self.heads_q >= 32768
+        plain = all(_nested(t) for t in (k, v))
+        return exact and plain and k.numel() > 0 and self.batch * self.max_q * self.heads_q >= 32768
 
     def _described(self, call: Call, tile: Config) -> tuple[Any, Any]:
         from triton.tools.tensor_descriptor import TensorDescriptor

@@ -217,3 +217,39 @@ def test_native_conversions_follow_the_hardware():
     assert machine("sm_89").converts(torch.float8_e4m3fn) and not machine("sm_86").converts(torch.float8_e4m3fn)
     assert machine("gfx942").converts(torch.float8_e4m3fnuz) and not machine("gfx942").converts(torch.float8_e4m3fn)
     assert machine("gfx1201").converts(torch.float8_e4m3fn) and not machine("gfx90a").converts(torch.float8_e5m2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
+def test_tune_says_that_there_is_nothing_to_measure(capsys):
+    from portattn.backends.triton import tune
+
+    assert tune.main([]) == 3 and "no CUDA or HIP device" in capsys.readouterr().out
+
+
+def test_a_record_of_this_machine_goes_before_the_shipped_table(tmp_path, monkeypatch):
+    from portattn.backends.triton import tune
+
+    shipped = schedule.configs_for("gfx942", "tiles", 128, False)
+    blocks = {size: [16, 16, 1, 1] for size in (64, 128, 256, 512)}
+    splits = {size: [16, 1, 1] for size in blocks}
+    record = dict(arch="gfx942", tiles=blocks, gather=blocks, mixed={n: [*c, 32] for n, c in blocks.items()}, splits=splits, tiles32=blocks,
+                  splits32=splits)
+    (tmp_path / "triton-tuning.yaml").write_text(tune.render(record), encoding="utf-8")
+    monkeypatch.setenv("PORTATTN_CACHE", str(tmp_path))
+    schedule.configs_for.cache_clear()
+    try:
+        assert schedule.configs_for("gfx942", "tiles", 128, False) == (Config(16, 16, 1, 1), Config(0, 16, 1, 1))
+        assert schedule.configs_for("gfx942", "mixed", 128, False)[1] == Config(0, 32, 1, 1)
+        assert schedule.configs_for("gfx950", "tiles", 128, False) == shipped  # the record speaks of one architecture
+    finally:
+        schedule.configs_for.cache_clear()
+
+
+def test_tensor_maps_describe_only_nested_strides():
+    from portattn.backends.triton.calls import _nested
+
+    k = torch.empty(2, 128, 4, 64, dtype=torch.float16)
+    assert _nested(k) and _nested(k[:, ::2]) and _nested(k[:, :, ::2]) and _nested(k[0]) and _nested(k[:1])
+    head_major = torch.empty(2, 4, 128, 64, dtype=torch.float16).transpose(1, 2)
+    assert not _nested(head_major)
+    assert not _nested(k[:1].expand(2, -1, -1, -1)) and not _nested(k[:, :, :1].expand(-1, -1, 4, -1))
