@@ -131,7 +131,7 @@ struct Prefill {
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
     const int first = block * kN;
-    if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned) && first + kN <= t.s.len_k) {
+    if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const KvOffset at = kv_offset(p, t.s, pages.of[g], first + g * 16, t.head_kv);
@@ -140,8 +140,9 @@ struct Prefill {
           const int piece = j * kThreads + thread_x(), r = piece / kPieces, d = piece % kPieces * kEach;
           if (16 * kPieces % kThreads != 0 && piece >= 16 * kPieces) break;
           const int to = (g * 16 + r) * kCachePitch + d;
-          copy_async16(k_to + to, k_base + at.k + r * p.k_token + d, min_of(16, max_of(0, p.head_dim - d) * kSize));
-          copy_async16(v_to + to, v_base + at.v + r * p.v_token + d, min_of(16, max_of(0, p.head_dim_v - d) * kSize));
+          const bool some = first + g * 16 + r < t.s.len_k;  // of keys past the length no byte is read
+          copy_async16(k_to + to, k_base + at.k + r * p.k_token + d, some ? min_of(16, max_of(0, p.head_dim - d) * kSize) : 0);
+          copy_async16(v_to + to, v_base + at.v + r * p.v_token + d, some ? min_of(16, max_of(0, p.head_dim_v - d) * kSize) : 0);
         }
       }
       return;
