@@ -72,7 +72,7 @@ class Workspace:
         self.lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Makes the arena; waits for the device, once, so that any stream may use it from then on. Called when the device is probed."""
+        """Makes the arena, when the device is probed; waits for the device, so that any stream may use it from then on."""
         with self.lock:
             if self.arena is None and self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 with torch.inference_mode(), torch.cuda.device(self.device):
@@ -287,8 +287,8 @@ class Attention:
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
 
     def _descriptors(self, call: Call, shape: Shape) -> bool:
-        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to hide the cost
-        of Triton's own launcher, which encodes them."""
+        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to hide the
+        cost of Triton's own launcher, which encodes them."""
         k, v = call.k, call.v
         if not shape.wgmma or not shape.aligned or shape.ieee or self.layout == "paged" or not k.dtype == v.dtype == call.q.dtype:
             return False

@@ -362,7 +362,6 @@ def walk(
     # them makes the assembler run them one by one; there, "two": full tiles have a loop of their own; or "always": one loop that
     # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more. The edges
     # come first: behind the full tiles, ptxas sees the accumulator copied, and runs those tiles' matrix instructions one by one.
-    pages = cols
     if LOOPS == "two":
         before = (full_start - start) // BN
         tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
@@ -371,9 +370,11 @@ def walk(
             if t >= before:
                 n = full_end + (t - before) * BN
             if PAGED:
-                pages = pages_of(table, n, cols, lo, hi, page_size, PAGE)
-            k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-            v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+                here = pages_of(table, n, cols, lo, hi, page_size, PAGE)
+            else:
+                here = cols
+            k_row = key_rows(k_ptr, here, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+            v_row = key_rows(v_ptr, here, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
             acc, den, top = step(
                 acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
                 True, c, cap, slope, bias_row, bias_k, row_ok,
@@ -383,6 +384,7 @@ def walk(
         first_n, last_n = full_start, full_end
     else:
         first_n, last_n = start, end
+    pages = cols
     if PAGED:  # looked up one tile ahead, so that no load of keys waits for its page
         pages = pages_of(table, first_n, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
     for n in tl.range(first_n, last_n, BN):

@@ -42,6 +42,9 @@ VARIANTS = {
     "dense-short": ("tiles", dict(short=True)),
     "decode": ("splits", PAGED),
     "mixed": ("both", PAGED | dict(cu_q_dtype=torch.int32)),
+    "big-pages": ("both", PAGED | dict(cu_q_dtype=torch.int64, table_dtype=torch.int64, kv_lens_dtype=torch.int64, page_size=128,
+                                       left=True)),
+    "odd-pages": ("splits", PAGED | dict(table_dtype=torch.int64, page_size=24)),
     "varlen": ("tiles", dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32, d=64, dv=64, group=1)),
     "d256": ("tiles", dict(d=256, dv=256)),
     "features": ("tiles", dict(left=True, softcap=True, alibi=True, bias=torch.float32, sinks=torch.float32, lse=True, d=80,
@@ -51,7 +54,7 @@ VARIANTS = {
     "latent": ("splits", PAGED | dict(d=576, dv=512, group=16, v_in_k=True)),
     "float32": ("tiles", dict(dtype=torch.float32, kv_dtype=torch.float32, out_dtype=torch.float32, ieee=True, d=64, dv=64)),
 }
-SPILLS_ALLOWED = {"features", "latent", "float32", "rotary"}  # rare, and register-hungry: they must compile and fit
+SPILLS_ALLOWED = {"big-pages", "features", "latent", "float32", "rotary"}  # rare, and register-hungry: they must compile and fit
 
 
 def machine(arch: str) -> schedule.Machine:
@@ -113,7 +116,9 @@ SAMPLE = [
     ("sm_80", "dense"), ("sm_80", "decode"), ("sm_90", "dense"), ("sm_90", "dense-short"), ("sm_90", "decode"), ("sm_90",
                                                                                                                  "mixed"),
     ("sm_90", "fp8"), ("sm_90", "latent"), ("sm_100", "dense"), ("sm_120", "dense"), ("sm_120", "decode"), ("gfx90a", "dense"),
-    ("gfx942", "dense"), ("gfx942", "fp8"), ("gfx942", "features"), ("gfx950", "decode"), ("gfx1100", "dense"), ("gfx1151",
+    ("gfx942", "dense"), ("gfx942", "fp8"), ("gfx942", "features"), ("gfx942", "odd-pages"), ("gfx950", "decode"), ("gfx1100",
+                                                                                                                    "dense"),
+                                                                                                                    ("gfx1151",
                                                                                                                  "decode"),
     ("gfx1201", "dense"), ("gfx1201", "rotary"),
 ]
