@@ -139,6 +139,7 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
         if cache_seqlens is None:
             cache_seqlens = block_table.shape[1] * k_cache.shape[1]
         if not isinstance(cache_seqlens, Tensor):
+            _check_room(call, cache_seqlens, 0, k_cache, block_table)
             cache_seqlens = torch.full((block_table.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
         if cache_leftpad is None:
             return q, k_cache, v_cache, block_table, cache_seqlens, None, None, None, None
@@ -148,6 +149,8 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
         raise ArgumentError(f"{call}: cache_seqlens: wanted the lengths before the append of k and v, got None")
     if cu_seqlens_k_new is None:
         new, alike = k.shape[1], not ragged and k.shape[1] == q.shape[1]
+        if not isinstance(cache_seqlens, Tensor):
+            _check_room(call, cache_seqlens, new, k_cache, block_table)
         lens = _plus(cache_seqlens, new) if isinstance(cache_seqlens, Tensor) else torch.full(
             (block_table.shape[0],), cache_seqlens + new, dtype=torch.int32, device=q.device)
     else:
@@ -167,6 +170,14 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
     if cache_leftpad is None:
         return q, k_cache, v_cache, block_table, lens, None, None, None, None
     return *_skipped(q, k_cache, v_cache, block_table, lens, cache_leftpad), None, None, None, None
+
+
+def _check_room(call: str, length: int, new: int, k_cache: Tensor, table: Tensor) -> None:
+    """Raises where a length from the host is beyond the cache. Lengths on the device are looked at under PORTATTN_CHECK=1 only."""
+    room = table.shape[1] * k_cache.shape[1]
+    if length + new > room:
+        raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room - new}, as the block_table has {table.shape[1]} pages of {k_cache.shape[1]} "
+                            f"tokens a sequence and {new} are appended, got {length}")
 
 
 def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, follow: bool) -> Tensor:

@@ -403,6 +403,8 @@ def test_dropout_raises_with_the_reason():
     (dict(rotary=1), "rotary_cos.*k="),
     (dict(block_table=1, cache_batch_idx=1), "cache_batch_idx"),
     (dict(rows=3), "k_cache.*at least 3 rows"),
+    (dict(length=5), "cache_seqlens: wanted at most 4.*got 5"),
+    (dict(k=1, length=4), "cache_seqlens: wanted at most 3.*got 4"),
 ])
 def test_kvcache_refuses_what_flash_attn_refuses(given, words):
     q, cache = torch.randn(given.get("rows", 2), 1, 2, 8), torch.randn(2, 4, 2, 8)
@@ -413,6 +415,8 @@ def test_kvcache_refuses_what_flash_attn_refuses(given, words):
         options.update(rotary_cos=tables(8, 8)[0], rotary_sin=tables(8, 8)[1])
     if "block_table" in given:
         options.update(block_table=torch.zeros(2, 1, dtype=torch.int32), cache_batch_idx=torch.zeros(2, dtype=torch.int32))
+    if "length" in given:
+        options.update(cache_seqlens=given["length"])
     before = cache.clone()
     with pytest.raises(ArgumentError, match=words):
         fa2.flash_attn_with_kvcache(q, cache, cache, **options)
