@@ -151,7 +151,7 @@ struct Decode {
   // while the scores are computed), 0 neither.
   static constexpr int kOutRegisters = kTiles * mma::kAcc, kPieceRegisters = 4 * kLoads;
   static constexpr int kQRegisters = kHoldQ ? kTiles * static_cast<int>(sizeof(mma::FragA)) / 4 : 0;
-  static constexpr int kAhead = kOutRegisters + kQRegisters + 2 * kPieceRegisters <= (kWiden ? 128 : 160) ? 2 : kOutRegisters + kPieceRegisters <= 140 ? 1 : 0;
+  static constexpr int kAhead = kOutRegisters + kQRegisters + 2 * kPieceRegisters <= (kWiden ? 128 : 160) ? 2 : kOutRegisters + kPieceRegisters <= (kWiden ? 112 : 140) ? 1 : 0;
   static constexpr int kScoreUnroll = kStaged && kAhead == 0 ? 2 : kTiles;
   static constexpr int kParts = kAhead == 0 ? 2 : 1, kPart = ceil_div(kLoads, kParts);  // with nothing ahead, half the pieces at a time
   struct Pieces { Bytes16 x[kPart]; };
