@@ -227,8 +227,8 @@ class Attention:
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=widest * 256 >= 1 << 31,
             ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
-            short=self.max_k <= schedule.SHORT_KEYS and not self.invariant, flip=False, descriptors=False,
-            wgmma=self.machine.wgmma,
+            short=self.max_k <= schedule.SHORT_KEYS and self.layout != "varlen" and not self.invariant, flip=False,
+            descriptors=False, wgmma=self.machine.wgmma,
         )
 
     def _prepare(self, call: Call, aligned: bool, v_in_k: bool, negative: bool) -> tuple:
@@ -250,8 +250,10 @@ class Attention:
         tile, base = schedule.configs_for(self.machine.arch, kind, padded, is32)
         rows = self.max_q * self.group
         uniform = self.layout == "dense"
-        vector = not uniform and self.batch <= schedule.MAX_SEARCH
-        search = next(n for n in (16, 128, 1024) if self.batch <= n or n == 1024)
+        # A batch too large to search is not split either; with batch_invariant that would change bits, so the limit is higher.
+        limit = schedule.MAX_SEARCH * (8 if self.invariant else 1)
+        vector = not uniform and self.batch <= limit
+        search = next(n for n in (16, 128, 1024, limit) if self.batch <= n or n >= limit)
         while True:
             split = schedule.split_config(base, tile, mode, rows, self.group)
             merge_rows = min(16, split.bm, schedule.pow2(self.group if mode == "both" else rows))
