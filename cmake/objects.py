@@ -26,19 +26,20 @@ def _instances():
 def objects(arch: str) -> list[tuple[str, str, str, list[str]]]:
     """(instance, file, source, options) of every object for an architecture."""
     m = _instances()
-    return [(str(i), f"{i}.{arch}.cubin", f"{i.kernel}.cu", [f"-D{name}={value}" for name, value in i.options])
+    kind, source = ("hsaco", "hip") if arch.startswith("gfx") else ("cubin", "cu")
+    return [(str(i), f"{i}.{arch}.{kind}", f"{i.kernel}.{source}", [f"-D{name}={value}" for name, value in i.options])
             for i in m.every_instance(m.limits_of(arch))]
 
 
 def index(folder: str, archs: list[str]) -> dict:
-    """What kernels/cuda/index.json says: the sources' hash, and each object's file and hash."""
+    """What kernels/VENDOR/index.json says: the sources' hash, and each object's file and hash."""
     found: dict = {}
     for arch in archs:
         found[arch] = {}
         for name, file, _, _ in objects(arch):
             with open(os.path.join(folder, file), "rb") as f:
                 found[arch][name] = {"file": file, "sha256": hashlib.sha256(f.read()).hexdigest()}
-    return {"source": _instances().source_hash("cuda"), "objects": found}
+    return {"source": _instances().source_hash("hip" if archs[0].startswith("gfx") else "cuda"), "objects": found}
 
 
 def main() -> None:

@@ -188,4 +188,4 @@ def every_instance(limits: Limits) -> list[Instance]:
                 found += [choose(dtype, kv, dim, limits).instance for choose in kinds]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
-    return found
+    return [*found, Instance("selftest", ())]

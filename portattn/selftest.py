@@ -6,7 +6,13 @@ must agree exactly; sums of floats to a butterfly's rounding, which is computed 
 
 from __future__ import annotations
 
+import struct
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from .native import Device
 
 THREADS = 128
 
@@ -85,4 +91,26 @@ def faults(got: np.ndarray, x: np.ndarray, wave: int) -> list[str]:
     return found
 
 
-__all__ = ["THREADS", "expected", "faults", "words"]
+def on_device(device: Device) -> list[str]:
+    """Runs the kernel on a GPU, on torch's current stream; what it found wrong, [] where all is well.
+
+    Raises KernelError where the kernel cannot be had or launched.
+    """
+    import ctypes
+
+    import torch
+
+    from .instances import Instance
+
+    x = words()
+    with torch.cuda.device(device.index):
+        given = torch.from_numpy(x.view(np.int32)).to(device.device)
+        out = torch.zeros(len(expected(x, device.limits.wave)), THREADS, dtype=torch.int32, device=device.device)
+        packed = bytearray(struct.pack("<QQ", given.data_ptr(), out.data_ptr()))
+        stream = torch.cuda.current_stream().cuda_stream
+        device.function(Instance("selftest", ()), 0).launch((1, 1), THREADS, stream, (ctypes.c_char * len(packed)).from_buffer(packed), "self-test of warp.h")
+        got = out.cpu().numpy().view(np.uint32)
+    return faults(got, x, device.limits.wave)
+
+
+__all__ = ["THREADS", "expected", "faults", "on_device", "words"]

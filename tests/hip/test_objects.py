@@ -25,7 +25,7 @@ def chosen(arch: str) -> list[Instance]:
     """Head sizes with the most different register needs, an 8-bit cache, and the small kernels; everything where asked."""
     limits = limits_of(arch)
     if FULL:
-        return instances.every_instance(limits) + [Instance("selftest", ())]
+        return instances.every_instance(limits)
     decode = lambda dtype, kv, dim: instances.decode_shape(dtype, kv, dim, limits).instance
     return [decode("bfloat16", "bfloat16", 128), decode("float16", "float16", 64), decode("bfloat16", "bfloat16", 256),
             decode("float16", "float8_e4m3fn", 128), instances.small_instance("append", "bfloat16", "float8_e5m2fnuz"),
