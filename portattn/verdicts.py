@@ -292,9 +292,10 @@ def _append(bound: Any, device: torch.device):
             if slot >= 0:
                 cache[slot // page, slot % page] = new[i].to(getattr(torch, p.kv_dtype)).to(torch.float64)
     caches = [cache.to(device) for cache in start]
+    fresh = type(bound)(p, bound.backend, bound.capability, bound.adapter, {})  # the caller's state is for the caller's shapes
 
     def run():
-        bound.adapter.cache_append(k.to(device), v.to(device), *caches, torch.tensor(slots, device=device), None, None, bound)
+        bound.adapter.cache_append(k.to(device), v.to(device), *caches, torch.tensor(slots, device=device), None, None, fresh)
         return caches
 
     return run, want

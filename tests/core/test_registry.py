@@ -97,10 +97,10 @@ def test_the_error_names_every_backend_with_every_reason(qkv):
     assert "head_dim: need 64|128, have 16" in text and "two" in text and "fix: z" in text
 
 
-def test_explain_runs_nothing_and_says_why_not_the_others(qkv):
+def test_explain_runs_nothing_and_says_why_not_the_others(qkv, usual):
     with toy(capability=dict(features=[])) as calls:
         choice = portattn.explain(portattn.attention, *qkv, softcap=1.0)
-        assert choice.backend == "sdpa" and [r.code for r in choice.rejected["toy"]] == ["softcap"]
+        assert choice.backend == usual and [r.code for r in choice.rejected["toy"]] == ["softcap"]
         assert choice.problem.head_dim == 16 and "softcap: need without, have softcap" in str(choice)
         assert not calls
 
@@ -116,30 +116,30 @@ def test_falling_below_a_native_choice_warns_once_with_the_reason(qkv):
             portattn.attention(*qkv, softcap=1.0, backend="sdpa")
 
 
-def test_a_backend_of_another_device_is_passed_over_in_silence(qkv):
+def test_a_backend_of_another_device_is_passed_over_in_silence(qkv, usual):
     with toy(capability=dict(devices=["cuda"]), native=["cuda"]), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen(*qkv) == "sdpa"
+        assert chosen(*qkv) == usual
         assert [r.code for r in portattn.explain(portattn.attention, *qkv).rejected["toy"]] == ["device"]
 
 
-def test_quadratic_memory_is_refused_above_the_threshold_unless_allowed(qkv, monkeypatch):
+def test_quadratic_memory_is_refused_above_the_threshold_unless_allowed(qkv, usual, monkeypatch):
     monkeypatch.setattr(registry, "QUADRATIC_LIMIT", 2 * 4 * 5 * 9 - 1)
     with toy(capability=dict(memory="quadratic")):
-        assert chosen(*qkv) == "sdpa"
+        assert chosen(*qkv) == usual
         assert [r.code for r in portattn.explain(portattn.attention, *qkv).rejected["toy"]] == ["memory"]
         monkeypatch.setenv("PORTATTN_ALLOW_QUADRATIC", "1")
         assert chosen(*qkv) == "toy"
 
 
 # ------------------------------------------------------------------ adapters that misbehave
-def test_an_adapter_that_raises_at_import_is_a_reason(tmp_path, qkv):
+def test_an_adapter_that_raises_at_import_is_a_reason(tmp_path, qkv, usual):
     folder = tmp_path / "bad"
     folder.mkdir()
     (folder / "backend.yaml").write_text("{schema: 1, name: bad, title: b, priority: 999, capabilities: [{id: a, layouts: [dense], dtypes: [float32]}]}")
     registry._add("bad", str(folder), "a_module_that_is_not_there")
     try:
-        assert chosen(*qkv) == "sdpa"
+        assert chosen(*qkv) == usual
         (reason,) = portattn.explain(portattn.attention, *qkv).rejected["bad"]
         assert reason.code == "import" and "a_module_that_is_not_there" in reason.have
         assert portattn.backends()["bad"].level == "broken"
@@ -147,12 +147,12 @@ def test_an_adapter_that_raises_at_import_is_a_reason(tmp_path, qkv):
         registry.unregister("bad")
 
 
-def test_a_probe_that_raises_is_a_reason(qkv):
+def test_a_probe_that_raises_is_a_reason(qkv, usual):
     def probe(device):
         raise RuntimeError("no driver")
 
     with toy(probe=probe):
-        assert chosen(*qkv) == "sdpa"
+        assert chosen(*qkv) == usual
         assert "no driver" in portattn.backends()["toy"].reasons[0].have and portattn.backends()["toy"].level == "broken"
 
 

@@ -1,0 +1,174 @@
+"""Own CPU kernels: attention.cpp over its headers, compiled at first use (library.py), called through a C ABI.
+
+A call is two structs of 8-byte fields (params.h): the first is packed once for calls of the same shapes, strides and
+types, the second each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from portattn.capability import Reason
+from portattn.errors import KernelError
+from portattn.problem import Call
+
+from . import library
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 4}  # params.h; every other is 8-bit: 3
+_DENSE, _VARLEN, _PAGED, _PAGED_RAGGED = range(4)
+_ARGS = struct.Struct("20Q4q4d")
+_threads = torch.get_num_threads
+
+
+def probe(device: torch.device) -> tuple[Reason, ...]:
+    """() where the kernels are there or can be compiled; the first call compiles them."""
+    no = library.missing()
+    return (no,) if no else ()
+
+
+def identity() -> str:
+    return library.identity()
+
+
+def _type(x: Tensor) -> int:
+    return _TYPES.get(x.dtype, 3)
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _is_64(x: Tensor | None) -> bool:
+    return x is not None and x.dtype == torch.int64
+
+
+@functools.lru_cache(maxsize=None)
+def _values(dtype: torch.dtype) -> Tensor:
+    """What each code of an 8-bit type stands for: (256,) float32."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def _scale_strides(scale: Tensor | float | None) -> tuple[int, int]:
+    """(sequence, head) strides of a scale; a float has none."""
+    return (0, 0, *scale.stride())[-2:] if isinstance(scale, Tensor) else (0, 0)
+
+
+def _scale(scale: Tensor | float | None) -> tuple[int, float]:
+    """(address, value): one of the two counts."""
+    if isinstance(scale, Tensor):
+        return scale.data_ptr(), 1.0
+    return 0, 1.0 if scale is None else scale
+
+
+def _rows(x: Tensor | None) -> tuple[int, int, int]:
+    """(sequence, token, head) strides; a ragged tensor has no sequence axis."""
+    return (0, 0, 0) if x is None else (0, *x.stride())[-4:-1]
+
+
+def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: int, k: Tensor, v: Tensor, out: Tensor | None, *,
+           k_new: Tensor | None = None, v_new: Tensor | None = None, table: Tensor | None = None, lengths=(None, None, None, None),
+           bias: Tensor | None = None, alibi: Tensor | None = None, k_scale=None, v_scale=None, cos: Tensor | None = None,
+           sin: Tensor | None = None, interleaved: bool = False, invariant: bool = False) -> bytes:
+    """struct Shape of params.h."""
+    fields = (
+        kind, batch, heads_q, k.shape[-2], k.shape[-1], v.shape[-1], _type(q), _type(k), _type(q if out is None else out), len_q, len_k,
+        k.shape[1] if k.dim() == 4 else 0, *_rows(q), *_rows(out), *_rows(k), *_rows(v), *_rows(k_new), *_rows(v_new),
+        *((0, 0) if table is None else (0, *table.stride())[-2:]), *((-1, 0, 0, 0, 0) if bias is None else (_type(bias), *bias.stride())),
+        *((0, 0) if alibi is None else (0, *alibi.stride())[-2:]), *_scale_strides(k_scale), *_scale_strides(v_scale), _is_64(table),
+        *map(_is_64, lengths), *((0, 0, 0, 0, 0) if cos is None else (cos.shape[-1], interleaved, _type(cos), cos.stride(0), sin.stride(0))),
+        invariant)
+    return struct.pack(f"{len(fields)}q", *fields)
+
+
+def _checked(code: int) -> None:
+    if code:
+        raise KernelError("the CPU kernels found no memory for their work space")
+
+
+def _tidy(call: Call) -> Call:
+    """Small tensors as the kernels read them: lengths and sinks without gaps, sinks float32, cos and sin of one type."""
+    fixed = {name: x.contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "kv_lens")
+             if (x := getattr(call, name)) is not None and not x.is_contiguous()}
+    if (sinks := call.sinks) is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+        fixed["sinks"] = sinks.float().contiguous()
+    if (cos := call.rotary_cos) is not None and (cos.dtype != call.rotary_sin.dtype or cos.stride(-1) != 1 or call.rotary_sin.stride(-1) != 1):
+        fixed |= {"rotary_cos": cos.float().contiguous(), "rotary_sin": call.rotary_sin.float().contiguous()}
+    return call._replace(**fixed) if fixed else call
+
+
+def _bind(call: Call, bound, out: Tensor) -> None:
+    """What all calls of this bound share."""
+    lib = library.library()
+    ragged, paged = call.cu_seqlens_q is not None, call.block_table is not None
+    if paged:
+        batch = call.block_table.shape[0]
+    else:
+        batch = call.cu_seqlens_q.shape[0] - 1 if ragged else call.q.shape[0]
+    kind = (_PAGED_RAGGED if ragged else _PAGED) if paged else _VARLEN if ragged else _DENSE
+    state, tidy = bound.state, _tidy(call)
+    state["untidy"] = tidy is not call
+    state["shape"] = _shape(
+        kind, batch, 0 if ragged else call.q.shape[1], 0 if ragged or paged else call.k.shape[1], call.q, call.q.shape[-2], call.k, call.v, out,
+        k_new=call.k_new, v_new=call.v_new, table=call.block_table,
+        lengths=(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens), bias=call.bias, alibi=call.alibi_slopes,
+        k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,
+        invariant=call.batch_invariant)
+    state["values"] = _values(call.k.dtype).data_ptr() if call.k.element_size() == 1 else 0
+    state["run"] = lib.pa_attention
+
+
+def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
+    """out, or (out, lse) if the call asks for it."""
+    q, v, out, state = call.q, call.v, call.out, bound.state
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if call.return_lse else None
+    if "run" not in state:
+        _bind(call, bound, out)
+    if state["untidy"]:
+        call = _tidy(call)
+    k_scales, k_scale = _scale(call.k_scale)
+    v_scales, v_scale = _scale(call.v_scale)
+    args = _ARGS.pack(
+        q.data_ptr(), call.k.data_ptr(), v.data_ptr(), out.data_ptr(), _at(lse), _at(call.block_table), _at(call.cu_seqlens_q),
+        _at(call.cu_seqlens_k), _at(call.seqused_k), _at(call.kv_lens), _at(call.bias), _at(call.alibi_slopes), _at(call.sinks), _at(call.k_new),
+        _at(call.v_new), _at(call.rotary_cos), _at(call.rotary_sin), k_scales, v_scales, state["values"],
+        call.window_left, 0 if call.causal else call.window_right, call.num_splits, _threads(),
+        call.softmax_scale, call.softcap, k_scale, v_scale)
+    _checked(state["run"](state["shape"], args))
+    return out if lse is None else (out, lse)
+
+
+def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale, v_scale, bound) -> None:
+    """Writes T tokens into both caches; negative slots are skipped."""
+    state = bound.state
+    if "run" not in state:
+        state["shape"] = _shape(_PAGED, 1, k.shape[0], 0, k, k.shape[1], k_cache, v_cache, None, k_new=k, v_new=v, table=slot_mapping,
+                                k_scale=k_scale, v_scale=v_scale)
+        state["values"] = _values(k_cache.dtype).data_ptr() if k_cache.element_size() == 1 else 0
+        state["run"] = library.library().pa_cache_append
+    k_scales, k_value = _scale(k_scale)
+    v_scales, v_value = _scale(v_scale)
+    args = _ARGS.pack(0, k_cache.data_ptr(), v_cache.data_ptr(), 0, 0, slot_mapping.data_ptr(), 0, 0, 0, 0, 0, 0, 0, k.data_ptr(), v.data_ptr(), 0, 0,
+                      k_scales, v_scales, state["values"], -1, -1, 0, _threads(), 1.0, 0.0, k_value, v_value)
+    _checked(state["run"](state["shape"], args))
+
+
+def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound) -> tuple[Tensor, Tensor]:
+    """outs (n, ..., Hq, Dv), lses (n, ..., Hq) float32: the state over the union of their keys."""
+    lib = library.library()
+    outs, lses = outs.contiguous(), lses.contiguous()
+    sinks = sinks if sinks is None else sinks.float().contiguous()
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    _checked(lib.pa_merge(outs.shape[0], lse.numel(), lses.shape[-1], outs.shape[-1], _type(outs), outs.data_ptr(), lses.data_ptr(), _at(sinks),
+                          out.data_ptr(), lse.data_ptr(), _threads()))
+    return out, lse
+
+
+def notes(call: Call, bound) -> tuple[str, ...]:
+    """What explain() says of the route."""
+    return (f"{library.chosen()} kernels, at most {_threads()} threads",)

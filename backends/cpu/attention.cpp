@@ -1,0 +1,415 @@
+// Attention on CPU behind a C ABI: no torch, no Python, no OpenMP. Compiled once for each instruction set (vec.h).
+//
+// A call is cut into tiles (some query tokens of one sequence, with all query heads of one kv head, so that K and V are
+// read once for the group) and each tile into splits of its keys, where there are too few tiles for the threads. Threads
+// take units from a counter; who finishes a tile's last split merges them, always in the same order.
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "append.h"
+#include "kernels.h"
+#include "params.h"
+#include "threads.h"
+
+namespace pa {
+namespace {
+
+constexpr int64_t kInvariantSplit = 2048;  // keys of a split with batch_invariant: whatever else runs
+constexpr int64_t kLeastSplit = 512;       // fewer keys are not worth a merge
+constexpr double kThreadNs = 20e3;         // work that waking a thread is worth
+
+int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+struct Tile {
+  Sequence seq;
+  int64_t b, head;        // kv head
+  int64_t first, tokens;  // query tokens of the sequence
+  int64_t lo, hi;         // keys that some row sees, lo a multiple of kKeys
+  int64_t step, splits;   // keys of a split
+  int64_t state;          // first of its splits' states, where there are several
+  int64_t unit;           // its first unit
+};
+
+struct Plan {
+  const Shape& s;
+  const Args& a;
+  int64_t group;
+  std::vector<Tile> tiles;
+  int64_t units = 0, threads = 1, state_size = 0, states = 0;
+};
+
+void see(const Args& a, const Sequence& x, int64_t token, int64_t& lo, int64_t& hi) {
+  const int64_t position = token + x.len_k - x.len_q;
+  lo = a.left >= 0 && position > a.left ? position - a.left : 0;
+  hi = a.right >= 0 && position + 1 < x.len_k - a.right ? position + a.right + 1 : x.len_k;
+  if (hi < 0) hi = 0;
+  if (hi < lo) hi = lo;
+}
+
+void make_plan(Plan& p) {
+  const Shape& s = p.s;
+  double ns = 0;
+  int64_t keys = 0;
+  p.tiles.clear();
+  for (int64_t b = 0; b < s.batch; b++) {
+    const Sequence x = sequence(s, p.a, b);
+    const int64_t rows = x.len_q * p.group;
+    const int64_t most = rows <= kFewRows ? x.len_q : p.group >= kTileRows ? 1 : kTileRows / p.group;
+    for (int64_t end = x.len_q; end > 0; end -= most) {  // those with most keys first
+      const int64_t first = end > most ? end - most : 0;
+      int64_t lo, hi, unused;
+      see(p.a, x, first, lo, unused);
+      see(p.a, x, end - 1, unused, hi);
+      lo = lo / kKeys * kKeys;
+      if (hi < lo) hi = lo;
+      for (int64_t head = 0; head < s.heads_kv; head++)
+        p.tiles.push_back({x, b, head, first, end - first, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
+      const double elements = double(hi - lo) * double(s.dim + s.dim_v) * double(s.heads_kv);
+      ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 12.0 : double((end - first) * p.group) / 20.0);
+      keys += (hi - lo) * s.heads_kv;
+    }
+  }
+  p.threads = std::min<int64_t>(p.a.threads, 1 + int64_t(ns / kThreadNs));
+  const int64_t target = p.threads > 1 ? std::max(kLeastSplit, up(keys / (4 * p.threads) + 1, kKeys)) : INT64_MAX / 2;
+  for (Tile& t : p.tiles) {
+    const int64_t n = t.hi - t.lo;
+    if (s.invariant)
+      t.step = kInvariantSplit;
+    else if (p.a.splits > 0)
+      t.step = std::max<int64_t>(up((n + p.a.splits - 1) / p.a.splits, kKeys), kKeys);
+    else
+      t.step = std::max<int64_t>(kKeys, std::min(target, up(n, kKeys)));
+    if (s.invariant) {  // splits begin at multiples of the step, wherever a window begins
+      const int64_t from = t.lo / t.step * t.step;
+      t.splits = n > 0 ? (t.hi - from + t.step - 1) / t.step : 1;
+    } else {
+      t.splits = n > 0 ? (n + t.step - 1) / t.step : 1;
+    }
+    t.unit = p.units;
+    p.units += t.splits;
+    if (t.splits > 1) {
+      t.state = p.states;
+      p.states += t.splits;
+      p.state_size = std::max(p.state_size, up(t.tokens * p.group, kRows) * (up(s.dim_v, kPanel) + 2));
+    }
+  }
+}
+
+// ---------------------------------------------------------------- one unit
+struct Scratch {  // of a thread; grows and stays
+  std::vector<float> memory;
+  std::vector<Row> rows;
+  float* take(int64_t n) {
+    const size_t need = size_t(n) + 16;
+    if (memory.size() < need) memory.resize(need);
+    const auto at = reinterpret_cast<uintptr_t>(memory.data());
+    return reinterpret_cast<float*>((at + 63) / 64 * 64);
+  }
+};
+
+void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& block) {
+  const Shape& s = p.s;
+  const Args& a = p.a;
+  const int64_t size = size_of(s.kv_type);
+  const char *k = static_cast<const char*>(a.k) + t.head * s.k[2] * size, *v = static_cast<const char*>(a.v) + t.head * s.v[2] * size;
+  block.first = first;
+  block.n = int(std::min<int64_t>(kKeys, end - first));
+  if (block.n <= 0) {
+    block.n = 0;
+    return;
+  }
+  if (s.kind == kDense || s.kind == kVarlen) {
+    const int64_t row = first + (s.kind == kVarlen ? t.seq.first_k : 0);
+    k += ((s.kind == kDense ? t.b * s.k[0] : 0) + row * s.k[1]) * size;
+    v += ((s.kind == kDense ? t.b * s.v[0] : 0) + row * s.v[1]) * size;
+    for (int j = 0; j < block.n; j++) block.k[j] = k + j * s.k[1] * size, block.v[j] = v + j * s.v[1] * size;
+    return;
+  }
+  int64_t column = first / s.page_size, place = first % s.page_size;
+  for (int j = 0; j < block.n; column++, place = 0) {
+    const int64_t page = entry(a.table, t.b * s.table[0] + column * s.table[1], s.table_64);
+    const char *kp = k + (page * s.k[0] + place * s.k[1]) * size, *vp = v + (page * s.v[0] + place * s.v[1]) * size;
+    const int64_t n = std::min<int64_t>(s.page_size - place, block.n - j);
+    for (int64_t i = 0; i < n; i++, j++, kp += s.k[1] * size, vp += s.v[1] * size) block.k[j] = kp, block.v[j] = vp;
+  }
+}
+
+void load_query(const Plan& p, const Tile& t, int64_t r, float* to) {
+  const Shape& s = p.s;
+  const int64_t i = t.first + r / p.group, at = token(s.q, s, t.seq, t.b, i, t.head * p.group + r % p.group);
+  switch (s.q_type) {
+    case kF32: widen<F32>(static_cast<const char*>(p.a.q) + at * 4, int(s.dim), to, nullptr); break;
+    case kF16: widen<F16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), to, nullptr); break;
+    default: widen<BF16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), to, nullptr);
+  }
+  const int64_t position = i + t.seq.len_k - t.seq.len_q;
+  if (p.a.cos && position >= 0) turn(to, position, s, p.a);
+}
+
+Row make_row(const Plan& p, const Tile& t, int64_t r) {
+  const Shape& s = p.s;
+  const int64_t i = t.first + r / p.group, head = t.head * p.group + r % p.group;
+  Row row{i + t.seq.len_k - t.seq.len_q, 0, 0, -kInf, 0, 0, nullptr};
+  see(p.a, t.seq, i, row.lo, row.hi);
+  if (p.a.alibi) row.slope = p.a.alibi[t.b * s.alibi[0] + head * s.alibi[1]];
+  if (p.a.bias)
+    row.bias = static_cast<const char*>(p.a.bias) + (t.b * s.bias[0] + head * s.bias[1] + i * s.bias[2]) * size_of(s.bias_type);
+  return row;
+}
+
+// out, top and sum of a row to the caller's memory: the sink joins the denominator.
+void finish(const Plan& p, const Tile& t, int64_t r, const float* out, float top, float sum) {
+  const Shape& s = p.s;
+  const int64_t i = t.first + r / p.group, head = t.head * p.group + r % p.group;
+  float factor = 0, lse = -kInf;
+  const float sink = p.a.sinks ? p.a.sinks[head] : -kInf;
+  const bool empty = sum == 0 && top == -kInf;
+  if (empty) {
+    lse = sink;
+  } else {
+    const float both = sink > top ? sink : top, mine = both == top ? 1.0f : std::exp(top - both);
+    const float total = sum * mine + (sink == -kInf ? 0.0f : std::exp(sink - both));
+    factor = mine / total;
+    lse = both + std::log(total);
+  }
+  if (p.a.lse) p.a.lse[(t.seq.row + i) * s.heads_q + head] = lse;
+  const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, t.head));
+  const int64_t at = token(s.out, s, t.seq, t.b, i, head);
+  for (int64_t d = 0; d < s.dim_v; d++) put(p.a.out, at + d, empty ? 0.0f : out[d] * factor * scale, s.out_type);
+}
+
+void merge(const Plan& p, const Tile& t, float* states, Scratch& scratch) {
+  const int64_t rows = t.tokens * p.group, padded = up(rows, kRows), stride = up(p.s.dim_v, kPanel);
+  float* out = scratch.take(stride);
+  for (int64_t r = 0; r < rows; r++) {
+    float top = -kInf, sum = 0;
+    auto state = [&](int64_t i) { return states + (t.state + i) * p.state_size; };
+    for (int64_t i = 0; i < t.splits; i++) top = std::max(top, state(i)[padded * stride + 2 * r]);
+    const float base = top == -kInf ? 0.0f : top;
+    std::fill(out, out + stride, 0.0f);
+    for (int64_t i = 0; i < t.splits; i++) {
+      const float *o = state(i) + r * stride, *last = state(i) + padded * stride + 2 * r;
+      const float weight = std::exp(last[0] - base);
+      sum += last[1] * weight;
+      for (int64_t d = 0; d < stride; d++) out[d] += o[d] * weight;
+    }
+    finish(p, t, r, out, top, sum);
+  }
+}
+
+void run_unit(const Plan& p, const Tile& t, int64_t split, float* states, Scratch& scratch) {
+  const Shape& s = p.s;
+  const Kernels& kernel = kernels(s.kv_type);
+  const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group);
+  const bool few = rows <= kFewRows && t.tokens == t.seq.len_q;
+  const int bunch = few ? kBunch : kRows, padded = int(up(rows, bunch));
+  const int64_t q_stride = up(dim, kLanes) + kLanes, o_stride = up(dim_v, kPanel);
+  const int64_t q_size = up(padded * q_stride, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kKeys;
+  const int64_t k_size = few ? 0 : int64_t(kKeys) * dim, v_size = few ? 0 : kKeys * o_stride, wide_size = few ? 0 : 8 * up(dim + kLanes, 8);
+  float* q = scratch.take(q_size + o_size + s_size + k_size + v_size + wide_size + up(padded, 16));
+  float *out = q + q_size, *score = out + o_size, *keys = score + s_size, *values = keys + k_size, *wide = values + v_size, *old = wide + wide_size;
+  std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
+  scratch.rows.resize(size_t(padded));
+  Row* row = scratch.rows.data();
+  for (int r = 0; r < padded; r++) {
+    if (r < rows) load_query(p, t, r, q + r * q_stride);
+    row[r] = r < rows ? make_row(p, t, r) : Row{0, 0, 0, -kInf, 0, 0, nullptr};
+  }
+  const Logit logit{float(p.a.scale * scale_of(p.a.k_scales, p.a.k_scale, s.k_scale, t.b, t.head)), float(p.a.softcap), s.bias_type, s.bias[3]};
+
+  int64_t begin = (s.invariant ? t.lo / t.step * t.step : t.lo) + split * t.step;
+  const int64_t end = std::min(begin + t.step, t.hi);
+  begin = std::max(begin, t.lo);
+  Block blocks[2];
+  find_keys(p, t, begin, end, blocks[0]);
+  for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
+    const Block& now = blocks[turn];
+    Block& next = blocks[turn ^ 1];
+    if (few) {
+      find_keys(p, t, first + kKeys, end, next);
+      for (int r = 0; r < padded; r += kBunch) {
+        int from = kKeys, to = 0;
+        for (int i = r; i < r + kBunch && i < rows; i++) {
+          from = std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0));
+          to = std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, now.n));
+        }
+        if (to <= from) continue;
+        kernel.scores(now, next, q + r * q_stride, int(q_stride), dim, score, p.a.values);
+        for (int i = 0; i < kBunch; i++) old[i] = softmax(score + i * kKeys, 0, kKeys, first, row[r + i], logit);
+        kernel.values(now, next, from, to, score, old, out + r * o_stride, int(o_stride), dim_v, p.a.values);
+      }
+      continue;
+    }
+    if (first > begin) find_keys(p, t, first, end, blocks[turn]);
+    kernel.keys_to_panels(now, dim, keys, wide, p.a.values);
+    kernel.values_to_panels(now, dim_v, values, p.a.values);
+    auto range = [&](int r, int& from, int& to) {  // keys of this block that a bunch of rows sees
+      from = kKeys, to = 0;
+      for (int i = r; i < r + kRows && i < rows; i++) {
+        from = std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0));
+        to = std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, now.n));
+      }
+    };
+    for (int c = 0; c < kKeys; c += kPanel)
+      for (int r = 0; r < padded; r += kRows) {
+        int from, to;
+        range(r, from, to);
+        if (c < to && c + kPanel > from) tile(q + r * q_stride, q_stride, keys + int64_t(c) * dim, dim, score + r * kKeys + c, kKeys, nullptr);
+      }
+    for (int r = 0; r < rows; r++) old[r] = softmax(score + r * kKeys, 0, kKeys, first, row[r], logit);
+    for (int r = rows; r < padded; r++) {
+      old[r] = 0;
+      std::memset(score + r * kKeys, 0, kKeys * sizeof(float));
+    }
+    for (int c = 0; c < dim_v; c += kPanel)
+      for (int r = 0; r < padded; r += kRows) {
+        int from, to;
+        range(r, from, to);
+        if (to > from)
+          tile(score + r * kKeys + from, kKeys, values + int64_t(c) * kKeys + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
+      }
+  }
+
+  if (t.splits == 1) {
+    for (int r = 0; r < rows; r++) finish(p, t, r, out + r * o_stride, row[r].top, row[r].sum);
+    return;
+  }
+  float* state = states + (t.state + split) * p.state_size;
+  std::memcpy(state, out, size_t(rows * o_stride) * sizeof(float));
+  float* last = state + up(rows, kRows) * o_stride;
+  for (int r = 0; r < rows; r++) last[2 * r] = row[r].top, last[2 * r + 1] = row[r].sum;
+}
+
+Scratch& scratch() {
+  static thread_local Scratch mine;
+  return mine;
+}
+
+void append(const Shape& s, const Args& a) {
+  std::atomic<int64_t> head{0};
+  std::unique_ptr<Codes> codes(s.kv_type == kF8 ? new Codes(a.values) : nullptr);
+  auto work = [&] {  // a head is one thread's: of two tokens for one slot one value stays, whole
+    std::vector<float> x(size_t(std::max(s.dim, s.dim_v)));
+    for (int64_t h; (h = head.fetch_add(1)) < s.heads_kv;)
+      for (int64_t b = 0; b < s.batch; b++) {
+        const Sequence seq = sequence(s, a, b);
+        for (int64_t i = 0; i < seq.len_q; i++) {
+          const int64_t position = i + seq.len_k - seq.len_q;
+          if (position < 0) continue;
+          const int64_t page = entry(a.table, b * s.table[0] + position / s.page_size * s.table[1], s.table_64);
+          write_token(s, a, token(s.k_new, s, seq, b, i, h), token(s.v_new, s, seq, b, i, h), position, page, position % s.page_size, b, h,
+                      x.data(), codes.get());
+        }
+      }
+  };
+  int64_t tokens = s.batch * s.len_q;
+  if (s.kind == kPagedRagged) tokens = s.batch ? entry(a.cu_q, s.batch, s.cu_q_64) : 0;
+  const bool many = tokens * s.heads_kv * (s.dim + s.dim_v) > 100000;
+  Pool::instance().run(many ? int(std::min(a.threads, s.heads_kv)) - 1 : 0, work);
+}
+
+void attend(const Shape& s, const Args& a) {
+  if (a.k_new) append(s, a);
+  static thread_local std::vector<Tile> kept;
+  Plan p{s, a, s.heads_kv ? s.heads_q / s.heads_kv : 1, std::move(kept)};
+  make_plan(p);
+  std::unique_ptr<float[]> states(p.states ? new float[size_t(p.states * p.state_size)] : nullptr);
+  std::unique_ptr<std::atomic<int64_t>[]> left(p.states ? new std::atomic<int64_t>[p.tiles.size()] : nullptr);
+  if (left)
+    for (size_t i = 0; i < p.tiles.size(); i++) left[i] = p.tiles[i].splits;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  auto work = [&] {
+    try {
+      Scratch& mine = scratch();
+      size_t at = 0;  // units come in rising order
+      for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < p.units;) {
+        while (at + 1 < p.tiles.size() && p.tiles[at + 1].unit <= unit) at++;
+        const Tile& t = p.tiles[at];
+        run_unit(p, t, unit - t.unit, states.get(), mine);
+        if (t.splits > 1 && left[at].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(p, t, states.get(), mine);
+      }
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  };
+  Pool::instance().run(int(std::min(p.threads, p.units)) - 1, work);
+  kept = std::move(p.tiles);
+  if (failed) throw std::bad_alloc();
+}
+
+void append_slots(const Shape& s, const Args& a) {
+  std::vector<float> x(size_t(std::max(s.dim, s.dim_v)));
+  std::unique_ptr<Codes> codes(s.kv_type == kF8 ? new Codes(a.values) : nullptr);
+  for (int64_t i = 0; i < s.len_q; i++) {
+    const int64_t slot = entry(a.table, i * s.table[1], s.table_64);
+    if (slot < 0) continue;
+    for (int64_t h = 0; h < s.heads_kv; h++)
+      write_token(s, a, i * s.k_new[1] + h * s.k_new[2], i * s.v_new[1] + h * s.v_new[2], 0, slot / s.page_size, slot % s.page_size, 0, h, x.data(),
+                  codes.get());
+  }
+}
+
+// `count` partial results of disjoint keys: outs (count, rows, dim) and lses (count, rows), both without gaps; sinks by row % heads.
+void merge_parts(int64_t count, int64_t rows, int64_t heads, int64_t dim, int64_t type, const void* outs, const float* lses, const float* sinks,
+                 void* out, float* lse, int64_t threads) {
+  constexpr int64_t kPiece = 16;  // rows that a thread takes at once
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    std::vector<float> sum(static_cast<size_t>(dim));
+    for (int64_t piece; (piece = next.fetch_add(kPiece)) < rows;)
+      for (int64_t r = piece; r < std::min(piece + kPiece, rows); r++) {
+        const float sink = sinks ? sinks[r % heads] : -kInf;
+        float top = sink;
+        for (int64_t i = 0; i < count; i++) top = lses[i * rows + r] > top ? lses[i * rows + r] : top;
+        const float base = top == -kInf ? 0.0f : top;
+        float total = std::exp(sink - base);
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        for (int64_t i = 0; i < count; i++) {
+          const float part = lses[i * rows + r];
+          if (part == -kInf) continue;  // the empty state's out may hold anything
+          const float weight = std::exp(part - base);
+          total += weight;
+          for (int64_t d = 0; d < dim; d++) sum[size_t(d)] += weight * number(outs, (i * rows + r) * dim + d, type);
+        }
+        for (int64_t d = 0; d < dim; d++) put(out, r * dim + d, total == 0 ? 0.0f : sum[size_t(d)] / total, type);
+        lse[r] = base + std::log(total);
+      }
+  };
+  const bool many = count * rows * dim > 40000;
+  Pool::instance().run(many ? int(std::min(threads, rows / kPiece)) - 1 : 0, work);
+}
+
+template <class Run>
+int guarded(Run run) {
+  try {
+    run();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace pa
+
+#define PA_EXPORT extern "C" __attribute__((visibility("default")))
+
+// 0, or 1 if there is no memory for the call's own work space.
+PA_EXPORT int pa_attention(const pa::Shape* shape, const pa::Args* args) {
+  return pa::guarded([&] { pa::attend(*shape, *args); });
+}
+
+// Tokens [0, len_q) of k_new and v_new to the slots in `table`.
+PA_EXPORT int pa_cache_append(const pa::Shape* shape, const pa::Args* args) {
+  return pa::guarded([&] { pa::append_slots(*shape, *args); });
+}
+
+// Merges partial results; outs, out float32, float16 or bfloat16.
+PA_EXPORT int pa_merge(int64_t count, int64_t rows, int64_t heads, int64_t dim, int64_t type, const void* outs, const float* lses,
+                       const float* sinks, void* out, float* lse, int64_t threads) {
+  return pa::guarded([&] { pa::merge_parts(count, rows, heads, dim, type, outs, lses, sinks, out, lse, threads); });
+}

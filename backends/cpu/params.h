@@ -1,0 +1,73 @@
+// What a call passes: Shape holds for every call of the same shapes and types, Args changes with each.
+// Every field is 8 bytes, in the order that backends/cpu/__init__.py packs them. Strides are in elements.
+#pragma once
+
+#include <cstdint>
+
+namespace pa {
+
+enum Kind : int64_t { kDense = 0, kVarlen = 1, kPaged = 2, kPagedRagged = 3 };
+
+struct Shape {
+  int64_t kind, batch, heads_q, heads_kv, dim, dim_v;
+  int64_t q_type, kv_type, out_type;
+  int64_t len_q, len_k;  // dense and 4-D paged; dense
+  int64_t page_size;
+  int64_t q[3], out[3];         // sequence, token, head
+  int64_t k[3], v[3];           // sequence or page, token, head
+  int64_t k_new[3], v_new[3];   // sequence, token, head
+  int64_t table[2];             // sequence, entry
+  int64_t bias_type, bias[4];   // -1: none
+  int64_t alibi[2];             // sequence, head
+  int64_t k_scale[2], v_scale[2];
+  int64_t table_64, cu_q_64, cu_k_64, used_64, lens_64;  // 1: int64, 0: int32
+  int64_t rotary_half, rotary_interleaved, rotary_type, cos, sin;
+  int64_t invariant;
+};
+
+struct Args {
+  const void *q, *k, *v;
+  void* out;
+  float* lse;
+  const void *table, *cu_q, *cu_k, *used, *lens, *bias;
+  const float *alibi, *sinks;
+  const void *k_new, *v_new, *cos, *sin;
+  const float *k_scales, *v_scales, *values;  // values: the 256 numbers of an 8-bit cache's codes
+  int64_t left, right, splits, threads;
+  double scale, softcap, k_scale, v_scale;
+};
+
+inline int64_t entry(const void* base, int64_t i, int64_t is_64) {
+  return is_64 ? static_cast<const int64_t*>(base)[i] : static_cast<const int32_t*>(base)[i];
+}
+
+// One sequence: where its rows start, and its lengths.
+struct Sequence {
+  int64_t row, len_q;      // first row of lse, and of a ragged q
+  int64_t first_k, len_k;  // varlen: first row of k and v
+};
+
+inline Sequence sequence(const Shape& s, const Args& a, int64_t b) {
+  Sequence x{b * s.len_q, s.len_q, 0, s.len_k};
+  if (s.kind == kVarlen || s.kind == kPagedRagged) {
+    x.row = entry(a.cu_q, b, s.cu_q_64);
+    x.len_q = entry(a.cu_q, b + 1, s.cu_q_64) - x.row;
+  }
+  if (s.kind == kVarlen) {
+    x.first_k = entry(a.cu_k, b, s.cu_k_64);
+    x.len_k = a.used ? entry(a.used, b, s.used_64) : entry(a.cu_k, b + 1, s.cu_k_64) - x.first_k;
+  } else if (s.kind != kDense) {
+    x.len_k = entry(a.lens, b, s.lens_64);
+  }
+  if (x.len_k < 0) x.len_k = 0;
+  if (x.len_q < 0) x.len_q = 0;
+  return x;
+}
+
+// Offset of token i of a tensor with strides (sequence, token, head): ragged tensors count tokens from the first row of all.
+inline int64_t token(const int64_t stride[3], const Shape& s, const Sequence& x, int64_t b, int64_t i, int64_t head) {
+  const bool ragged = s.kind == kVarlen || s.kind == kPagedRagged;
+  return (ragged ? (x.row + i) * stride[1] : b * stride[0] + i * stride[1]) + head * stride[2];
+}
+
+}  // namespace pa

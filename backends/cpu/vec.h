@@ -1,0 +1,209 @@
+// Vectors of float and the element types that are turned into them: float, bfloat16, float16, 8-bit by a table.
+// One width for each instruction set; which one is decided by the compiler's flags, and no code elsewhere asks.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace pa {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kRows = 12;  // rows of a register tile: 24 of 32 registers hold sums
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kRows = 6;  // 12 of 16 registers
+#else
+constexpr int kLanes = 4;  // SSE2 and NEON: the widest that every x86-64 and every Armv8 has
+constexpr int kRows = 6;
+#endif
+constexpr int kPanel = 2 * kLanes;  // columns of a register tile
+constexpr int kKeys = 64;           // keys of one softmax step
+constexpr float kInf = std::numeric_limits<float>::infinity();
+static_assert(kKeys % kPanel == 0, "a step of keys is whole panels");
+
+typedef float vf __attribute__((vector_size(kLanes * 4)));
+typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
+typedef vf vf_any __attribute__((aligned(4), may_alias));
+
+inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
+inline vf fill(float x) { return vf{} + x; }
+inline vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+inline vf max_number(vf a, vf b) { return select(a > b, a, b); }  // b where a is NaN
+inline vf abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+inline float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// ---------------------------------------------------------------- element types
+struct F32 {
+  using T = float;
+  static vf load(const T* p, const float*) { return pa::load(p); }
+  static float one(const T* p, const float*) { return *p; }
+};
+
+struct BF16 {
+  using T = uint16_t;
+  static vf load(const T* p, const float*) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    vi x;
+    for (int i = 0; i < kLanes; i++) x[i] = int32_t(uint32_t(p[i]) << 16);
+    return (vf)x;
+#endif
+  }
+  static float one(const T* p, const float*) { return as_float(uint32_t(*p) << 16); }
+};
+
+inline float half_to_float(uint16_t h) {
+#if defined(__F16C__)
+  return _cvtsh_ss(h);
+#else
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+  if (rest >= 0x7c00) return as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  const float size = as_float((rest << 13) + (112u << 23));  // the exponent's offset moves from 15 to 127
+  const float value = rest >= 0x400 ? size : float(rest) * 0x1p-24f;
+  return as_float(as_bits(value) | sign);
+#endif
+}
+
+struct F16 {
+  using T = uint16_t;
+  static vf load(const T* p, const float*) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vf x;
+    for (int i = 0; i < kLanes; i++) x[i] = half_to_float(p[i]);
+    return x;
+#endif
+  }
+  static float one(const T* p, const float*) { return half_to_float(*p); }
+};
+
+struct F8 {  // any 8-bit type: the table has its 256 values
+  using T = uint8_t;
+  static vf load(const T* p, const float* table) {
+    vf x;
+    for (int i = 0; i < kLanes; i++) x[i] = table[p[i]];
+    return x;
+  }
+  static float one(const T* p, const float* table) { return table[*p]; }
+};
+
+template <class E>
+inline vf load_part(const typename E::T* p, int n, const float* table) {  // lanes from n on are 0, and not read
+  vf x{};
+  for (int i = 0; i < n; i++) x[i] = E::one(p + i, table);
+  return x;
+}
+
+enum Type : int64_t { kF32 = 0, kF16 = 1, kBF16 = 2, kF8 = 3, kBool = 4 };
+inline int64_t size_of(int64_t type) { return type == kF32 ? 4 : type >= kF8 ? 1 : 2; }
+
+inline float number(const void* base, int64_t i, int64_t type) {  // a float32, float16 or bfloat16 element
+  if (type == kF32) return static_cast<const float*>(base)[i];
+  const uint16_t* p = static_cast<const uint16_t*>(base) + i;
+  return type == kF16 ? F16::one(p, nullptr) : BF16::one(p, nullptr);
+}
+
+inline uint16_t to_bf16(float x) {  // to nearest, ties to even
+  if (x != x) return 0x7fc0;
+  const uint32_t bits = as_bits(x);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline uint16_t to_half(float x) {
+#if defined(__F16C__)
+  return uint16_t(_cvtss_sh(x, 0));
+#else
+  const uint32_t bits = as_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);                       // 65520 and more round to infinity
+  if (size < 0x38800000)                                                        // below 2^-14: steps of 2^-24
+    return uint16_t(sign | (as_bits(as_float(size) + 0.5f) - as_bits(0.5f)));  // the sum's last place is 2^-24: it rounds
+  return uint16_t(sign | ((size + 0xfff + (size >> 13 & 1)) - (112u << 23)) >> 13);
+#endif
+}
+
+inline void put(void* base, int64_t i, float x, int64_t type) {
+  if (type == kF32)
+    static_cast<float*>(base)[i] = x;
+  else
+    static_cast<uint16_t*>(base)[i] = type == kF16 ? to_half(x) : to_bf16(x);
+}
+
+// ---------------------------------------------------------------- functions
+// exp, relative error below 2e-7 from -87 to 88; smaller x give 0, NaN stays NaN. Cephes' polynomial.
+inline vf exp(vf x) {
+  const vi tiny = x < -87.0f;
+  x = select(x > 88.0f, fill(88.0f), select(tiny, fill(-87.0f), x));
+  const vf shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 x 2^23: the sum's low bits are round(x / ln 2)
+  const vf n = shifted - 12582912.0f;
+  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = fill(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vf power = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
+  return select(tiny, vf{}, p * power);
+}
+
+// tanh with a relative error of a few 1e-7 everywhere: a polynomial below 0.625 (Cephes), exp above.
+inline vf tanh(vf x) {
+  const vf size = abs(x), z = x * x;
+  vf p = fill(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  p = p * z * x + x;
+  const vf big = 1.0f - 2.0f / (exp(size + size) + 1.0f);
+  return select(size < 0.625f, p, (vf)((vi)big | ((vi)x & (int32_t)0x80000000)));
+}
+
+inline float sum(vf x) {
+  float total = 0;
+  for (int i = 0; i < kLanes; i++) total += x[i];
+  return total;
+}
+
+inline void sums4(vf a, vf b, vf c, vf d, float* to) {  // the sums of the lanes of four vectors
+#if defined(__AVX512F__)
+  auto fold = [](vf x) { return _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1))); };
+  const __m256 e = fold(a), f = fold(b), g = fold(c), h = fold(d);
+#elif defined(__AVX2__)
+  const __m256 e = (__m256)a, f = (__m256)b, g = (__m256)c, h = (__m256)d;
+#endif
+#if defined(__AVX2__)
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(e, f), _mm256_hadd_ps(g, h));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+  to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
+#endif
+}
+
+}  // namespace pa

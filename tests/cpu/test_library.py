@@ -1,0 +1,96 @@
+"""How the kernels arrive: compiled once, kept, and a Reason where they cannot be had."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+
+import pytest
+import torch
+
+import portattn
+from portattn import codeobjects, registry
+
+library = importlib.import_module("portattn.backends.cpu.library")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing loaded, an empty cache folder, and a list of compilations (which give some bytes)."""
+    commands = []
+
+    def compile_(isa, compiler):
+        commands.append((isa, compiler))
+        return b"library"
+
+    monkeypatch.setenv("PORTATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "_compile", compile_)
+    monkeypatch.setattr(library, "_open", lambda image: image)
+    monkeypatch.delenv("PORTATTN_CPU_ISA", raising=False)
+    library._load.cache_clear()
+    registry.forget()
+    yield commands
+    library._load.cache_clear()
+    registry.forget()
+
+
+def test_compiled_once_then_read_from_the_cache(fresh):
+    assert library.library() == b"library"
+    library._load.cache_clear()
+    assert library.library() == b"library" and len(fresh) == 1
+
+
+def test_another_compiler_or_another_source_compiles_again(fresh, monkeypatch):
+    library.library()
+    library._load.cache_clear()
+    monkeypatch.setattr(library, "_sources", lambda: {"attention.cpp": b"another"})
+    library.library()
+    library._load.cache_clear()
+    found = library._compiler()
+    monkeypatch.setattr(library, "_compiler", lambda: [*found, "-DOTHER"])
+    library.library()
+    assert len(fresh) == 3
+
+
+def test_without_a_compiler_there_is_a_reason_and_another_backend_serves(fresh, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert [r.code for r in registry.probe("cpu", "cpu")] == ["compiler"]
+    x = torch.randn(1, 3, 2, 8)
+    with pytest.warns(RuntimeWarning, match="cpu would, but compiler"):
+        registry._warned.clear()
+        assert portattn.attention(x, x, x).shape == x.shape
+    assert portattn.explain(portattn.attention, x, x, x).backend != "cpu"
+
+
+def test_a_compiler_that_fails_is_a_reason_with_its_words(monkeypatch):
+    monkeypatch.setattr(library.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "error: no such thing"))
+    with pytest.raises(library.KernelError, match="no such thing"):
+        library._compile("portable", ["c++"])
+
+
+@pytest.mark.parametrize("name", ["avx1024", "sse"])
+def test_an_unknown_instruction_set_is_a_reason_that_lists_those_that_exist(fresh, monkeypatch, name):
+    monkeypatch.setenv("PORTATTN_CPU_ISA", name)
+    found = library.missing()
+    assert found.code == "isa" and found.need == "portable|avx2|avx512" and found.have == name
+
+
+def test_an_instruction_set_that_the_machine_lacks_is_never_loaded(fresh, monkeypatch):
+    monkeypatch.setattr(library, "able", lambda: ("portable",))
+    monkeypatch.setenv("PORTATTN_CPU_ISA", "avx2")
+    assert [r.code for r in registry.probe("cpu", "cpu")] == ["isa"] and not fresh
+    with pytest.raises(library.KernelError, match="isa: need avx2"):
+        library.library()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(fresh, tmp_path):
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert library.library() == b"library" and not list(folder.iterdir())
+    assert any(str(folder) in note for note in codeobjects.notes())
+
+
+def test_a_probe_compiles_nothing(fresh):
+    assert registry.probe("cpu", "cpu") == () and not fresh

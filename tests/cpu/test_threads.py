@@ -1,0 +1,85 @@
+"""Threads of the kernels: several callers at once, forks, sleep between calls, and results that do not depend on them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+import portattn
+from portattn import reference
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def problem(seed: int, len_q: int = 70, len_k: int = 3000):
+    gen = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(1, n, h, 64, generator=gen) for n, h in ((len_q, 8), (len_k, 2), (len_k, 2)))
+
+
+def test_callers_in_several_threads_do_not_disturb_each_other(isa, two_threads):
+    work = [problem(seed) for seed in range(6)]
+    want = [portattn.attention(*qkv, causal=True, backend="cpu") for qkv in work]
+    wrong = []
+
+    def caller(i):
+        for _ in range(5):
+            if not torch.equal(portattn.attention(*work[i], causal=True, backend="cpu"), want[i]):
+                wrong.append(i)
+
+    callers = [threading.Thread(target=caller, args=(i,)) for i in range(len(work))]
+    for t in callers:
+        t.start()
+    for t in callers:
+        t.join()
+    assert not wrong
+    expected, _ = reference.attention(*work[0], causal=True)
+    torch.testing.assert_close(want[0].double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("len_q, len_k", [(1, 9000), (70, 3000)], ids=["decode", "extend"])
+def test_batch_invariant_results_do_not_depend_on_the_number_of_threads(isa, two_threads, len_q, len_k):
+    qkv = problem(1, len_q, len_k)
+    two = portattn.attention(*qkv, batch_invariant=True, backend="cpu")
+    torch.set_num_threads(1)
+    assert torch.equal(two, portattn.attention(*qkv, batch_invariant=True, backend="cpu"))
+
+
+def test_threads_sleep_between_calls(isa, two_threads):
+    qkv = problem(2)
+    for _ in range(3):
+        portattn.attention(*qkv, backend="cpu")
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1, "processor time is spent while no call runs"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_calls_work_after_fork(isa):
+    code = textwrap.dedent("""
+        import os, signal, torch, portattn
+        torch.set_num_threads(2)
+        qkv = [torch.randn(1, n, h, 64) for n, h in ((70, 8), (3000, 2), (3000, 2))]
+        call = lambda: portattn.attention(*qkv, backend="cpu").tolist()  # torch.equal would hang in a child: torch's own threads
+        want = call()
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            os._exit(0 if call() == want else 3)
+        parent = call() == want
+        print(parent, os.waitpid(child, 0)[1])
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True", "0"], done.stderr
