@@ -76,7 +76,7 @@ def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: in
     """struct Shape of params.h."""
     fields = (
         kind, batch, heads_q, k.shape[-2], k.shape[-1], v.shape[-1], _type(q), _type(k), _type(q if out is None else out), len_q, len_k,
-        k.shape[1] if k.dim() == 4 else 0, *_rows(q), *_rows(out), *_rows(k), *_rows(v), *_rows(k_new), *_rows(v_new),
+        k.shape[1] if k.dim() == 4 else 0, k.shape[0], 0 if table is None or table.dim() < 2 else table.shape[1], *_rows(q), *_rows(out), *_rows(k), *_rows(v), *_rows(k_new), *_rows(v_new),
         *((0, 0) if table is None else (0, *table.stride())[-2:]), *((-1, 0, 0, 0, 0) if bias is None else (_type(bias), *bias.stride())),
         *((0, 0) if alibi is None else (0, *alibi.stride())[-2:]), *_scale_strides(k_scale), *_scale_strides(v_scale), _is_64(table),
         *map(_is_64, lengths), *((0, 0, 0, 0, 0) if cos is None else (cos.shape[-1], interleaved, _type(cos), cos.stride(0), sin.stride(0))),

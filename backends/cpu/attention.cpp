@@ -46,6 +46,7 @@ void see(const Args& a, const Sequence& x, int64_t token, int64_t& lo, int64_t& 
   lo = a.left >= 0 && position > a.left ? position - a.left : 0;
   hi = a.right >= 0 && position + 1 < x.len_k - a.right ? position + a.right + 1 : x.len_k;
   if (hi < 0) hi = 0;
+  if (hi > x.there) hi = x.there;
   if (hi < lo) hi = lo;
 }
 
@@ -130,7 +131,8 @@ void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& 
   }
   int64_t column = first / s.page_size, place = first % s.page_size;
   for (int j = 0; j < block.n; column++, place = 0) {
-    const int64_t page = entry(a.table, t.b * s.table[0] + column * s.table[1], s.table_64);
+    int64_t page = entry(a.table, t.b * s.table[0] + column * s.table[1], s.table_64);
+    if (page < 0 || page >= s.pages) page = 0;  // the caller's fault (PORTATTN_CHECK=1 tells): a wrong value, never a wild read
     const char *kp = k + (page * s.k[0] + place * s.k[1]) * size, *vp = v + (page * s.v[0] + place * s.v[1]) * size;
     const int64_t n = std::min<int64_t>(s.page_size - place, block.n - j);
     for (int64_t i = 0; i < n; i++, j++, kp += s.k[1] * size, vp += s.v[1] * size) block.k[j] = kp, block.v[j] = vp;
@@ -298,8 +300,9 @@ void append(const Shape& s, const Args& a) {
         const Sequence seq = sequence(s, a, b);
         for (int64_t i = 0; i < seq.len_q; i++) {
           const int64_t position = i + seq.len_k - seq.len_q;
-          if (position < 0) continue;
+          if (position < 0 || position >= seq.there) continue;
           const int64_t page = entry(a.table, b * s.table[0] + position / s.page_size * s.table[1], s.table_64);
+          if (page < 0 || page >= s.pages) continue;
           write_token(s, a, token(s.k_new, s, seq, b, i, h), token(s.v_new, s, seq, b, i, h), position, page, position % s.page_size, b, h,
                       x.data(), codes.get());
         }
@@ -346,7 +349,7 @@ void append_slots(const Shape& s, const Args& a) {
   std::unique_ptr<Codes> codes(s.kv_type == kF8 ? new Codes(a.values) : nullptr);
   for (int64_t i = 0; i < s.len_q; i++) {
     const int64_t slot = entry(a.table, i * s.table[1], s.table_64);
-    if (slot < 0) continue;
+    if (slot < 0 || slot >= s.pages * s.page_size) continue;
     for (int64_t h = 0; h < s.heads_kv; h++)
       write_token(s, a, i * s.k_new[1] + h * s.k_new[2], i * s.v_new[1] + h * s.v_new[2], 0, slot / s.page_size, slot % s.page_size, 0, h, x.data(),
                   codes.get());

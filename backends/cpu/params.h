@@ -2,6 +2,7 @@
 // Every field is 8 bytes, in the order that backends/cpu/__init__.py packs them. Strides are in elements.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace pa {
@@ -12,7 +13,7 @@ struct Shape {
   int64_t kind, batch, heads_q, heads_kv, dim, dim_v;
   int64_t q_type, kv_type, out_type;
   int64_t len_q, len_k;  // dense and 4-D paged; dense
-  int64_t page_size;
+  int64_t page_size, pages, width;  // width: table entries of a sequence
   int64_t q[3], out[3];         // sequence, token, head
   int64_t k[3], v[3];           // sequence or page, token, head
   int64_t k_new[3], v_new[3];   // sequence, token, head
@@ -45,10 +46,11 @@ inline int64_t entry(const void* base, int64_t i, int64_t is_64) {
 struct Sequence {
   int64_t row, len_q;      // first row of lse, and of a ragged q
   int64_t first_k, len_k;  // varlen: first row of k and v
+  int64_t there;           // keys that the table has room for: a longer length reads and writes nothing beyond
 };
 
 inline Sequence sequence(const Shape& s, const Args& a, int64_t b) {
-  Sequence x{b * s.len_q, s.len_q, 0, s.len_k};
+  Sequence x{b * s.len_q, s.len_q, 0, s.len_k, 0};
   if (s.kind == kVarlen || s.kind == kPagedRagged) {
     x.row = entry(a.cu_q, b, s.cu_q_64);
     x.len_q = entry(a.cu_q, b + 1, s.cu_q_64) - x.row;
@@ -61,6 +63,8 @@ inline Sequence sequence(const Shape& s, const Args& a, int64_t b) {
   }
   if (x.len_k < 0) x.len_k = 0;
   if (x.len_q < 0) x.len_q = 0;
+  x.there = x.len_k;
+  if (s.kind == kPaged || s.kind == kPagedRagged) x.there = std::min(x.len_k, s.pages ? s.width * s.page_size : 0);
   return x;
 }
 

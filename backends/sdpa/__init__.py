@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from portattn import validate
 from portattn.capability import Reason
 from portattn.device import facts
 from portattn.problem import Call, dtype_name
@@ -270,6 +271,9 @@ def _paged(call: Call, bound, host: bool):
         return _result(out, lse)
     ragged = call.cu_seqlens_q is not None
     turn = call.k_new is not None or call.rotary_cos is not None
+    lens = call.kv_lens.tolist() if host else []
+    if lens and max(lens) > call.max_seqlen_k:
+        validate.values(call)  # says which sequence, before anything is written: on the host it costs nothing to know
     starts = None
     if turn or not host:
         starts = call.cu_seqlens_q.to(torch.int64) if ragged else torch.arange(0, lead[0] * lead[1] + 1, lead[1], device=q.device)
@@ -282,7 +286,7 @@ def _paged(call: Call, bound, host: bool):
             and call.k.dtype == q.dtype
             and (q.dtype == torch.float32 or call.k_scale is None and call.v_scale is None)
         )
-        paged.attend_host(q, spans, call.kv_lens.tolist(), call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
+        paged.attend_host(q, spans, lens, call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
     else:
         k_lens = call.kv_lens.to(torch.int64).clamp(min=0)
         max_k = call.max_seqlen_k if call.k.shape[0] and call.block_table.shape[1] else 0

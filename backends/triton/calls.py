@@ -408,11 +408,11 @@ class Append:
             names = ["block_table", "kv_lens"] + (["cu_seqlens_q"] if ragged else [])
             dtypes = dict(table=call.block_table.dtype, kv_lens=call.kv_lens.dtype, cu_q=_dtype(call.cu_seqlens_q), slots=None)
             table_b = call.block_table.stride(0) if _plain(call.block_table) else call.block_table.shape[1]
-            len_q = 0 if ragged else k_new.shape[1]
+            len_q, room = 0 if ragged else k_new.shape[1], call.block_table.shape[1]
             interleaved = call.rotary_interleaved
         else:
             k_new, v_new, k, v, mapping, k_scale, v_scale = slots
-            batch, names, len_q, table_b, cos, interleaved = 1, ["slot_mapping"], 0, 0, None, False
+            batch, names, len_q, room, table_b, cos, interleaved = 1, ["slot_mapping"], 0, k.shape[0], 0, None, False
             dtypes = dict(table=None, kv_lens=None, cu_q=None, slots=mapping.dtype)
         self.names = names + [n for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, Tensor)]
         self.names += ["rotary_cos", "rotary_sin"] if cos is not None else []
@@ -428,7 +428,7 @@ class Append:
         cos_s = (cos.stride(0) if _plain(cos) else cos.shape[1]) if cos is not None else 0
         fixed = [*_row_strides(k_new), *_row_strides(v_new), *_row_strides(k), *_row_strides(v), table_b,
                  *_scale_strides(k_scale),
-                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads]
+                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads, room]
         grid = -(-self.tokens // dict(spec.constants)["BT"]) * heads
         self.launch: Any = None
         if grid:

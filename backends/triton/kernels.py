@@ -477,7 +477,7 @@ def program(
                 lq = (tl.load(cu_q + bs + 1, mask=valid, other=0) - tl.load(cu_q + bs, mask=valid, other=0)).to(tl.int32)
             lk = tl.zeros([BB], tl.int32) + len_k
             if kv_lens is not None:
-                lk = tl.maximum(tl.load(kv_lens + bs, mask=valid, other=0).to(tl.int32), 0)
+                lk = tl.minimum(tl.maximum(tl.load(kv_lens + bs, mask=valid, other=0).to(tl.int32), 0), len_k)
             elif cu_k is not None:
                 lk = (tl.load(cu_k + bs + 1, mask=valid, other=0) - tl.load(cu_k + bs, mask=valid, other=0)).to(tl.int32)
             row_count = tl.where(valid, lq * G, 0)
@@ -563,7 +563,7 @@ def program(
             if cu_q is not None:
                 len_q = (tl.load(cu_q + b + 1) - tl.load(cu_q + b)).to(tl.int32)
             if kv_lens is not None:
-                len_k = tl.maximum(tl.load(kv_lens + b).to(tl.int32), 0)
+                len_k = tl.minimum(tl.maximum(tl.load(kv_lens + b).to(tl.int32), 0), len_k)  # what the table has room for
             elif cu_k is not None:
                 len_k = (tl.load(cu_k + b + 1) - tl.load(cu_k + b)).to(tl.int32)
         row0 = block * BM
@@ -751,14 +751,15 @@ def append(
     k_new, v_new, k, v, table, kv_lens, cu_q, slots, k_scale, v_scale, cos, sin,
     k_divisor, v_divisor,
     kn_b, kn_s, kn_h, vn_b, vn_s, vn_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b, ks_b, ks_h, vs_b, vs_h, cos_s,
-    batch, len_q, page_size, tokens, heads,
+    batch, len_q, page_size, tokens, heads, room,
     BT: tl.constexpr, BB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, BY_HAND: tl.constexpr,
 ):
     """Writes new keys and values into a paged cache: stored = x / scale, after rotary. One program a kv head and BT tokens.
 
     With `slots`, token t goes to slot slots[t] (page * page_size + offset; negative: nowhere). Else it is one of the last
-    tokens of its sequence, and goes to position kv_lens[b] - Lq + i (negative: nowhere) through the table."""
+    tokens of its sequence, and goes to position kv_lens[b] - Lq + i (negative: nowhere) through the table. `room` is the
+    number of pages, or of table entries of a sequence: what lies beyond goes nowhere too."""
     pid = tl.program_id(0)
     kn_b, kn_s, kn_h = kn_b.to(tl.int64), kn_s.to(tl.int64), kn_h.to(tl.int64)
     vn_b, vn_s, vn_h = vn_b.to(tl.int64), vn_s.to(tl.int64), vn_h.to(tl.int64)
@@ -770,8 +771,8 @@ def append(
     ok = t < tokens
     if slots is not None:
         slot = tl.load(slots + t, mask=ok, other=-1).to(tl.int64)
-        ok = ok & (slot >= 0)
         page = slot // page_size
+        ok = ok & (slot >= 0) & (page < room)
         inside = slot % page_size
         position = inside
         k_at = t * kn_s
@@ -797,7 +798,7 @@ def append(
             k_at = b * kn_b + i * kn_s
             v_at = b * vn_b + i * vn_s
         position = tl.load(kv_lens + b, mask=ok, other=0).to(tl.int32) - count + i
-        ok = ok & (position >= 0)
+        ok = ok & (position >= 0) & (position // page_size < room)
         page = tl.load(table + b * table_b + position // page_size, mask=ok, other=0).to(tl.int64)
         inside = (position % page_size).to(tl.int64)
     k_factor = k_divisor

@@ -331,9 +331,8 @@ def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, r
 
 
 APPEND_STRIDES = ("kn_b", "kn_s", "kn_h", "vn_b", "vn_s", "vn_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "table_b", "ks_b",
-                  "ks_h",
-                  "vs_b", "vs_h", "cos_s")
-APPEND_SIZES = ("batch", "len_q", "page_size", "tokens", "heads")
+                  "ks_h", "vs_b", "vs_h", "cos_s")
+APPEND_SIZES = ("batch", "len_q", "page_size", "tokens", "heads", "room")
 
 
 def merge_spec(*, dtype: torch.dtype, sinks: torch.dtype | None, dv: int) -> Spec:

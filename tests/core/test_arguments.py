@@ -215,3 +215,20 @@ def test_the_check_can_be_switched_on_between_two_equal_calls(monkeypatch):
     monkeypatch.setenv("PORTATTN_CHECK", "1")
     with pytest.raises(ArgumentError):
         varlen(**tensors, cu_seqlens_q=torch.tensor([1, 3, 7], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("backend", [n for n in portattn.registry.manifests() if not portattn.registry.probe(n, "cpu")])
+def test_lengths_past_the_table_and_page_ids_past_the_cache_write_nothing_elsewhere(backend):
+    """Undefined values, but no other memory changes: a canary before and after the cache, and the other sequence's pages."""
+    whole = torch.full((8, 4, 2, 8), 3.0)
+    cache, new = whole[1:7], torch.ones(2, 1, 2, 8)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    common = dict(k_cache=cache, v_cache=cache.clone(), backend=backend)
+    for call, changed in ((paged, dict(block_table=table, kv_lens=torch.tensor([5, 9]), k=new, v=new)),
+                          (paged, dict(block_table=table, kv_lens=torch.tensor([4000, 4]))),
+                          (append, dict(k=new[:, 0], v=new[:, 0], slot_mapping=torch.tensor([24, 4 * 1000])))):
+        try:
+            call(**common, **changed)
+        except (IndexError, ArgumentError):
+            pass  # a refusal is as good
+    assert (whole == 3).all()
