@@ -491,7 +491,7 @@ def _no_backend_text(problem: Problem, said: str, names: tuple[str, ...], reject
 
 
 def _warn_below_native(problem: Problem, chosen: str, rejected: dict[str, tuple[Reason, ...]]) -> None:
-    away = {"device", "torch_build", "platform"}
+    away = {"device", "torch_build", "platform", "grad"}  # kernels for inference are no choice for training
     for name, reasons in rejected.items():
         if problem.device not in _known()[name].manifest.native or away & {r.code for r in reasons}:
             continue

@@ -204,16 +204,15 @@ def run(*arguments, **variables):
 
 
 def test(arguments):
-    """pytest over tests/, then the quick conformance level of the backend that runs anywhere."""
+    """pytest over tests/, then the quick conformance level of the backends that run on any CPU."""
     if arguments:
         return run("-m", "pytest", *arguments)
     cores = os.cpu_count() or 1
     workers = min(cores, 8)
     threads = str(cores // workers)  # more would have the workers wait for each other's cores
-    results = [
-        ("tests", run("-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", OMP_NUM_THREADS=threads)),
-        ("conformance of sdpa", run("-m", "portattn", "conformance", "--backend", "sdpa", "--level", "quick")),
-    ]
+    results = [("tests", run("-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", OMP_NUM_THREADS=threads))]
+    for backend in ("cpu", "sdpa"):
+        results.append(("conformance of " + backend, run("-m", "portattn", "conformance", "--backend", backend, "--level", "quick")))
     for name, status in results:
         say("{}: {}".format(name, "passed" if status == 0 else "FAILED (exit status %d)" % status))
     return max(abs(status) for _, status in results)
