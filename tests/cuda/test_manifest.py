@@ -35,10 +35,10 @@ def test_what_the_kernels_do_not_do_is_declined(changed):
     assert serves(problem(**changed)) is None
 
 
-def test_tiles_come_after_triton_and_decode_before():
+def test_triton_comes_first_and_dense_tiles_last():
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
-    assert order(problem()) == ["cuda", "triton", "sdpa"]
+    assert order(problem()) == ["triton", "cuda", "sdpa"]
     assert order(problem(q_len="extend")) == ["triton", "cuda", "sdpa"]
     assert order(problem(layout="dense", q_len="prefill")) == ["triton", "sdpa", "cuda"]
 
