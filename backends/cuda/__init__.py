@@ -10,11 +10,11 @@ import functools
 import torch
 
 from portattn import codeobjects, native
-from portattn.instances import limits_of
 from portattn.capability import Reason
 from portattn.device import facts
 from portattn.driver import driver
 from portattn.errors import KernelError
+from portattn.instances import limits_of
 
 
 def probe(device: torch.device) -> tuple[Reason, ...]:
