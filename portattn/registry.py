@@ -19,7 +19,7 @@ import threading
 import warnings
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 
@@ -525,9 +525,3 @@ def self_check(name: str, device: torch.device | str, dtype: str = "float32") ->
 def known_answers() -> list[verdicts.Verdict]:
     """The known-answer verdicts of this process."""
     return verdicts.all_verdicts()
-
-
-def adapters() -> Iterator[tuple[str, Any]]:
-    """(name, adapter) of the backends whose adapter was imported already."""
-    return ((name, entry.adapter) for name, entry in _known().items() if entry.adapter is not None)
-

@@ -15,6 +15,7 @@ from portattn.device import facts
 from portattn.driver import driver
 from portattn.errors import KernelError
 from portattn.instances import limits_of
+from portattn.native_backend import NativeBackend
 
 
 def probe(device: torch.device) -> tuple[Reason, ...]:
@@ -40,39 +41,6 @@ def _device(index: int) -> native.Device:
     return native.Device(driver("cuda"), device, arch, limits)
 
 
-def attention(call, bound):
-    run = bound.state.get("run")
-    if run is None:
-        run = bound.state["run"] = native.Attention(_device(call.q.device.index), call, bound.problem)
-    return run(call)
-
-
-def cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:
-    run = bound.state.get("run")
-    if run is None:
-        values = native.append_values(k, v, k_cache, v_cache, k_scale, v_scale, slots=slot_mapping)
-        problem = bound.problem
-        run = bound.state["run"] = native.Append(_device(k.device.index), values, problem.dtype, problem.kv_dtype, str(problem))
-    run(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-
-
-def merge_states(outs, lses, sinks, bound):
-    run = bound.state.get("run")
-    if run is None:
-        run = bound.state["run"] = native.Merge(_device(outs.device.index), outs, lses, sinks, str(bound.problem))
-    return run(outs, lses, sinks)
-
-
-def notes(call, bound) -> tuple[str, ...]:
-    problem = bound.problem
-    dim = native.head_dim_of(problem.head_dim, problem.head_dim_v)
-    shape = native.attention_shape(call, problem, dim, _device(call.q.device.index).limits)
-    said = [f"kernel {shape.instance}, {shape.threads} threads, {shape.shared} bytes of shared memory"]
-    if (problem.head_dim, problem.head_dim_v) != (dim, dim):
-        said.append(f"computes at head_dim {dim}: the rest is zeros, in shared memory only")
-    return tuple(said)
-
-
-def identity() -> str:
-    """What a verdict depends on: the kernels' sources and the driver."""
-    return f"{codeobjects.source_hash('cuda')} driver {driver('cuda').version()}"
+_kernels = NativeBackend("cuda", _device)
+attention, cache_append, merge_states = _kernels.attention, _kernels.cache_append, _kernels.merge_states
+notes, identity = _kernels.notes, _kernels.identity
