@@ -51,6 +51,12 @@ struct Group {
   std::vector<std::uint8_t> payload[2];  // of even and odd generations: a lane can be one ahead of another, not two
 };
 
+// Threads that meet at a numbered barrier, some without waiting.
+struct Named {
+  int arrived = 0;
+  long generation = 0;
+};
+
 struct Copy {
   void* to;
   std::uint8_t bytes[16];
@@ -65,6 +71,8 @@ struct Lane {
   Place place{nullptr, 0};
   std::vector<std::vector<Copy>> groups;  // committed
   std::vector<Copy> open;
+  std::vector<std::vector<std::function<void()>>> products;  // committed, begun and not yet done
+  std::vector<std::function<void()>> begun;
   void* fake_stack = nullptr;
 };
 
@@ -76,7 +84,10 @@ struct Block {
   std::vector<std::uint8_t> memory;
   std::uint8_t* shared = nullptr;
   Group all;
-  std::vector<Group> waves, warps;
+  std::vector<Group> waves, warps, quads;  // quads: of four warps
+  Named named[16];
+  long polls = 0;  // of lanes that look again and again, since one of them last found something
+  Order order = kForward;
   ucontext_t scheduler;
   void* scheduler_fake = nullptr;
   const void* scheduler_stack = nullptr;
@@ -138,6 +149,15 @@ inline long meet(Group& g, Place here) {
   to_scheduler(false);
   if (!b.error.empty()) fail("stopped");
   return generation;
+}
+
+// A lane that polls lets the others go on.
+inline void yield(Place here) {
+  Block& b = *block();
+  lane().place = here;
+  if (++b.polls > 4000L * b.threads) fail("a lane polls for what never comes at " + text(here));
+  to_scheduler(false);
+  if (!b.error.empty()) fail("stopped");
 }
 
 // Every lane gives a value; `read(i)` then gives that of the group's lane i.
@@ -212,9 +232,14 @@ inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes,
   for (std::size_t w = 0; w < b.waves.size(); ++w) group(b.waves[w], static_cast<int>(w) * SIMT_WAVE, SIMT_WAVE);
   b.warps.resize(threads / 32);
   for (std::size_t w = 0; w < b.warps.size(); ++w) group(b.warps[w], static_cast<int>(w) * 32, 32);
+  b.quads.resize(threads / 128);
+  for (std::size_t w = 0; w < b.quads.size(); ++w) group(b.quads[w], static_cast<int>(w) * 128, 128);
+  b.order = order;
   block() = &b;
   for (int index : blocks) {
     b.index = index;
+    b.polls = 0;
+    for (Named& n : b.named) n = {};
     // A block of its own for each run, exactly as large as asked for: an overrun is a sanitizer's finding.
     b.memory = std::vector<std::uint8_t>(shared_bytes + 128, 0xff);
     b.shared = b.memory.data() + (128 - reinterpret_cast<std::uintptr_t>(b.memory.data()) % 128) % 128;
@@ -223,6 +248,8 @@ inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes,
       l.waits = nullptr;
       l.groups.clear();
       l.open.clear();
+      l.products.clear();
+      l.begun.clear();
       getcontext(&l.context);
       l.context.uc_stack.ss_sp = l.stack.get();
       l.context.uc_stack.ss_size = kStack;

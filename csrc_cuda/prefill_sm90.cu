@@ -1,0 +1,10 @@
+// Entry point of prefill_sm90.h: PA_T, PA_D, PA_CONSUMERS warpgroups that compute, PA_N keys at a time.
+#include "prefill_sm90.h"
+
+using namespace portattn;
+using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
+portattn_prefill_sm90(const __grid_constant__ AttentionParams p) {
+  Kernel(p, sm90::shared_tiles()).run(block_x(), grid_x());
+}

@@ -1,0 +1,531 @@
+// Attention of many query rows on Hopper: what portattn/prefill.h computes, on wgmma.
+//
+// Computes   out = softmax(score(q.k)) v for tiles of kRows packed rows (rows.h) of one sequence and kv head.
+// Layouts    as portattn/decode.h.
+// Tiling     A block stays on its multiprocessor and takes tiles from a queue, of a sequence those with most keys first.
+//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into one of two
+//            stages. The others compute 64 rows each.
+// Overlap    A computing warpgroup starts q.k of the next block and p.v of this one together and does the softmax of the
+//            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
+//            products. The copying warpgroup runs ahead, over the end of a tile too.
+// Memory     q, two stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
+// Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
+// Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
+//            do not depend on what else is in the call.
+// Cost       4 x rows x keys x kD flops.
+// Vendor     sm_90a.
+// Source     FlashAttention-3's overlap; asynchronous 16-byte copies instead of tensor maps, so that any strides, any
+//            page size and any tail take the same path; the queue is prefill.h's.
+#pragma once
+
+#include <sm90.h>  // in angle brackets: tests/simt compiles this file with its own in front
+#include <warp.h>
+
+#include "portattn/rows.h"
+#include "portattn/schedule.h"
+
+namespace portattn {
+
+template <class T, int kD, int kConsumers, int kN>
+struct PrefillSm90 {
+  static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kGroups = kN / 16;        // of keys: a group lies in one page where pages are uniform
+  static constexpr int kPieces = kD / 8;         // 16-byte chunks of a row
+  static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
+  static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
+  static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
+  static constexpr int kStages = 2;
+  static constexpr int kTakeRegisters = kConsumers == 2 ? 224 : 152, kGiveRegisters = 56;
+  static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
+
+  struct Tile {
+    int b, head_kv, first_row;
+    int first, last;  // key blocks [first, last)
+    Sequence s;
+  };
+  enum { kFullQ, kEmptyQ, kFullK, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages, kBarriers = kEmptyV + kStages };
+  enum { kCopiers = 1, kTurns };  // named barriers
+
+  struct Control {
+    sm90::Barrier barriers[kBarriers];
+    Tile tiles[4];  // b < 0: no more. Four: a tile is found while the one before is copied and the two before that are written
+    int taken;
+    int sums[4];
+    int prefix[sm90::kGroup + 1];
+  };
+  static constexpr int kQBytes = kConsumers * kGroupBytes;
+  static constexpr int kWork = kQBytes + 2 * kStages * kStageBytes;
+  static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
+
+  const AttentionParams& p;
+  u8* q_tile;
+  u8* k_tile;
+  u8* v_tile;
+  Control& control;
+
+  PA_DEVICE PrefillSm90(const AttentionParams& params, u8* memory)
+      : p(params), q_tile(memory), k_tile(memory + kQBytes), v_tile(memory + kQBytes + kStages * kStageBytes),
+        control(*reinterpret_cast<Control*>(memory + kWork)) {}
+
+  PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
+
+  // ---- the queue of tiles, by the copying warpgroup
+
+  PA_DEVICE int tiles_of(const Sequence& s) const {
+    const int rows = s.len_q * p.group;
+    return s.len_q > 0 && rows > kDecodeRows ? ceil_div(rows, kRows) : 0;
+  }
+
+  PA_DEVICE int count() const {
+    const int each = ceil_div(p.batch, sm90::kGroup), from = min_of(p.batch, thread_x() * each), to = min_of(p.batch, from + each);
+    int sum = 0;
+    for (int b = from; b < to; ++b) sum += tiles_of(sequence(p, b)) * p.heads_kv;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int x = warp::shfl_idx<32>(sum, warp::lane() - d);
+      if (warp::lane() >= d) sum += x;
+    }
+    if (warp::lane() == 31) control.sums[thread_x() / 32] = sum;
+    sm90::meet<sm90::kGroup>(kCopiers);
+    for (int w = 0; w < thread_x() / 32; ++w) sum += control.sums[w];
+    control.prefix[thread_x() + 1] = sum;
+    if (thread_x() == 0) control.prefix[0] = 0;
+    sm90::meet<sm90::kGroup>(kCopiers);
+    return control.prefix[sm90::kGroup];
+  }
+
+  // Puts the queue's tile number i into `to`. Later rows see more keys where the mask is causal: they come first.
+  PA_DEVICE void find(int i, Tile& to) const {
+    if (control.prefix[thread_x()] <= i && i < control.prefix[thread_x() + 1]) {
+      int b = thread_x() * ceil_div(p.batch, sm90::kGroup), start = control.prefix[thread_x()];
+      for (;;) {
+        const int n = tiles_of(sequence(p, b)) * p.heads_kv;
+        if (i < start + n) break;
+        start += n;
+        ++b;
+      }
+      Tile t;
+      t.b = b;
+      t.s = sequence(p, b);
+      const int nth = quotient(i - start, p.heads_kv);
+      t.head_kv = i - start - nth * p.heads_kv;
+      t.first_row = (tiles_of(t.s) - 1 - nth) * kRows;
+      const int first = quotient(t.first_row, p.group), last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
+      const Span v = visible(p, t.s, first, last);
+      t.first = quotient(v.lo, kN);
+      t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
+      to = t;
+    }
+    sm90::meet<sm90::kGroup>(kCopiers);
+  }
+
+  // ---- copying
+
+  // What is copied is told to the others one step later, when it has surely arrived: copies stay in flight meanwhile.
+  struct Copier {
+    int untold = -1;   // the barrier of the last step
+    int keys = 0, values = 0, tiles = 0;  // so far, for stages and parities
+  };
+
+  PA_DEVICE void tell(Copier& c) const {
+    if (c.untold >= 0) {
+      sm90::stores_before_products();
+      sm90::arrive(barrier(c.untold));
+    }
+    c.untold = -1;
+  }
+  PA_DEVICE void step(Copier& c, int full) const {
+    copy_commit();
+    copy_wait<1>();
+    tell(c);
+    c.untold = full;
+  }
+  PA_DEVICE void flush(Copier& c) const {
+    copy_wait<0>();
+    tell(c);
+  }
+  // Waits until a place is free that was used `times` times before; tells what is untold rather than wait with it.
+  PA_DEVICE void acquire(Copier& c, int empty, int times) const {
+    if (times == 0) return;
+    if (sm90::reached(barrier(empty), (times - 1) & 1)) return;
+    flush(c);
+    sm90::wait(barrier(empty), (times - 1) & 1);
+  }
+
+  // Where the sixteen keys of group lane() of a block begin.
+  PA_DEVICE KvOffset look_up(const Tile& t, int block) const {
+    const int key = block * kN + warp::lane() * 16;
+    if (warp::lane() >= kGroups || key >= t.s.len_k || !(p.flags & kUniformPages)) return {0, 0};
+    return kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
+  }
+
+  // One block of keys or values to the next stage; zeros past the length and past head_dim.
+  PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, i64 lane_offset, bool of_v) const {
+    const int used = of_v ? c.values : c.keys, stage = used % kStages, dim = of_v ? p.head_dim_v : p.head_dim;
+    acquire(c, (of_v ? kEmptyV : kEmptyK) + stage, used / kStages);
+    u8* to = (of_v ? v_tile : k_tile) + stage * kStageBytes;
+    const T* from = static_cast<const T*>(of_v ? p.v : p.k);
+    const int left = t.s.len_k - block * kN;  // of keys past the length no byte is read
+    if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
+      constexpr int kEach = ceil_div(16 * kPieces, sm90::kGroup);
+      const i64 token_stride = of_v ? p.v_token : p.k_token;
+#pragma unroll 2
+      for (int g = 0; g < kGroups; ++g) {
+        const T* begin = from + warp::shfl_idx<32>(lane_offset, g);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+          const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
+          if (16 * kPieces % sm90::kGroup != 0 && piece >= 16 * kPieces) break;
+          copy_async16(to + g * 16 * 128 + c / 8 * kPanelBytes + sm90::place(r, c & 7), begin + r * token_stride + c * 8,
+                       g * 16 + r < left ? min_of(16, max_of(0, dim - c * 8) * 2) : 0);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int piece = thread_x(); piece < kN * kPieces; piece += sm90::kGroup) {
+        const int r = piece / kPieces, c = piece % kPieces, key = block * kN + r;
+        const int n = r < left ? min_of(8, max_of(0, dim - c * 8)) : 0;
+        i64 at = 0;
+        if (n) {
+          const KvOffset o = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
+          at = (of_v ? o.v : o.k) + c * 8;
+        }
+        u8* place = to + c / 8 * kPanelBytes + sm90::place(r, c & 7);
+        if (p.flags & kAligned) copy_async16(place, from + at, n * 2);
+        else copy_elements16(place, from + at, n);
+      }
+    }
+    step(c, (of_v ? kFullV : kFullK) + stage);
+    if (of_v) ++c.values;
+    else ++c.keys;
+  }
+
+  PA_DEVICE void copy_q(Copier& c, const Tile& t) const {
+    acquire(c, kEmptyQ, c.tiles);
+    const int group = p.group, total = t.s.len_q * group;
+#pragma unroll 1
+    for (int i = thread_x(); i < kRows * kPieces; i += sm90::kGroup) {
+      const int r = i / kPieces, piece = i % kPieces, d = piece * 8, packed = t.first_row + r;
+      u8* to = q_tile + r / 64 * kGroupBytes + piece / 8 * kRowPanelBytes + sm90::place(r % 64, piece & 7);
+      const int token = quotient(packed, group), head = t.head_kv * group + packed - token * group;
+      const int n = packed < total ? min_of(8, max_of(0, p.head_dim - d)) : 0;
+      const T* row = static_cast<const T*>(p.q) + (n ? q_offset(p, t.s, t.b, token, head) : 0);
+      if (n == 0 || (!p.rotary_cos && (reinterpret_cast<u64>(row + d) & 15) == 0)) {
+        copy_async16(to, n ? row + d : p.q, n * 2);
+        continue;
+      }
+#pragma unroll 1
+      for (int e = 0; e < 8; ++e) {
+        float y = 0.0f;
+        if (e < n)
+          y = p.rotary_cos ? turned(row, d + e, p.rotary_dim, token + t.s.len_k - t.s.len_q, p.rotary_cos, p.rotary_sin,
+                                    p.flags & kInterleaved, p.flags & kRotaryFloat)
+                           : to_float(row[d + e]);
+        reinterpret_cast<T*>(to)[e] = from_float<T>(y);
+      }
+    }
+    step(c, kFullQ);
+  }
+
+  PA_DEVICE void copying(int block, int blocks) const {
+    Copier c;
+    const int tiles = count();
+    int taken = block;
+    while (taken < tiles) {
+      Tile& slot = control.tiles[c.tiles & 3];
+      find(taken, slot);
+      const Tile& t = slot;
+      int upcoming = 0;
+      if (thread_x() == 0) upcoming = atomic_add_ordered(p.counters, 1);
+      const int n = t.last - t.first, last = t.last - 1;
+      KvOffset now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
+      // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
+#pragma unroll 1
+      for (int i = 0; i < 2 * n; ++i) {
+        const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
+        const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
+        copy_block(c, t, last - nth, of_v ? now.v : i == 0 ? now.k : next.k, of_v);
+        if (i == 0) copy_q(c, t);
+        if (!of_v || i == 0) continue;
+        now = next;
+        next = look_up(t, max_of(t.first, last - nth - 2));
+      }
+      if (n == 0) {
+        acquire(c, kEmptyQ, c.tiles);
+        step(c, kFullQ);
+      }
+      ++c.tiles;
+      if (thread_x() == 0) control.taken = blocks + upcoming;
+      sm90::meet<sm90::kGroup>(kCopiers);
+      taken = control.taken;
+    }
+    if (thread_x() == 0) {
+      control.tiles[c.tiles & 3].b = -1;
+      if (atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
+    }
+    acquire(c, kEmptyQ, c.tiles);
+    step(c, kFullQ);
+    flush(c);
+  }
+
+  // ---- computing
+
+  struct State {
+    float o[kD / 2], m[2], l[2];
+    u32 weights[kN / 4];
+    Score scoring;
+    bool plain;        // scores are products times a positive factor
+    float factor;      // of products, where plain
+    Span row[2];       // keys that this thread's rows see
+    int clear_lo, clear_hi;  // keys that every row of this warp sees
+  };
+
+  // Scores of a block to weights relative to the rows' new maxima, which `shrink` is relative to the old ones.
+  PA_DEVICE void softmax(const Tile& t, State& st, int block, int first_row, float (&s)[kN / 2], float (&shrink)[2]) const {
+    const int key = block * kN;
+    if (!st.plain) {
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) s[i] *= st.scoring.scale;
+      if (st.scoring.cap > 0.0f) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) s[i] = st.scoring.cap * tanh_of(s[i]);
+      }
+      if (p.alibi) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const Row row = row_of(p, t.s, t.b, t.head_kv, first_row + 8 * r);
+          const int at = row.position - key - 2 * (warp::lane() & 3);
+#pragma unroll
+          for (int j = 0; j < kN / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int distance = at - 8 * j - e;
+              s[4 * j + 2 * r + e] -= row.slope * static_cast<float>(distance < 0 ? -distance : distance);
+            }
+        }
+      }
+    }
+    if (key + kN > st.clear_hi || key < st.clear_lo) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int lo = st.row[r].lo - key - 2 * (warp::lane() & 3), hi = st.row[r].hi - key - 2 * (warp::lane() & 3);
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (8 * j + e < lo || 8 * j + e >= hi) s[4 * j + 2 * r + e] = -PA_INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = s[2 * r];
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) top = max_of(top, max_of(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      top = max_of(warp::reduce_max<4>(top) * st.factor, st.m[r]);
+      shrink[r] = weight(st.m[r], top);
+      st.m[r] = top;
+      const float base = top == -PA_INFINITY ? 0.0f : top;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          x = exp2_fast(x * st.factor - base);
+          sum += x;
+        }
+      st.l[r] = st.l[r] * shrink[r] + sum;
+    }
+  }
+
+  PA_DEVICE void pack(State& st, const float (&s)[kN / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) st.weights[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+  }
+
+  PA_DEVICE void scores(u64 q, u64 k, float (&s)[kN / 2]) const {
+#pragma unroll
+    for (int d = 0; d < kD / 16; ++d)
+      sm90::multiply_rows<kN, T>(s, q + (d / 4 * kRowPanelBytes + d % 4 * 32) / 16, k + (d / 4 * kPanelBytes + d % 4 * 32) / 16, d > 0);
+    sm90::products_commit();
+  }
+  PA_DEVICE void values(State& st, u64 v) const {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const u32 a[4] = {st.weights[4 * g], st.weights[4 * g + 1], st.weights[4 * g + 2], st.weights[4 * g + 3]};
+      sm90::multiply_columns<kD, T>(st.o, a, v + g * (16 * 128 / 16));
+    }
+    sm90::products_commit();
+  }
+
+  PA_DEVICE void release(int empty) const {
+    if (warp::lane() == 0) sm90::arrive(barrier(empty));
+  }
+
+  // This thread's rows, finished, to out and lse. Four lanes hold a row, two elements of every eight; they trade so that
+  // each holds eight of every 32.
+  PA_DEVICE void write(const Tile& t, State& st, int first_row) const {
+    const int total = t.s.len_q * p.group, column = warp::lane() & 3;
+    float v_factor = p.v_factor;
+    if (p.v_scale) v_factor *= p.v_scale[t.b * p.scale_batch_v + t.head_kv * p.scale_head_v];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float l = warp::reduce_sum<4>(st.l[r]);
+      const int packed = first_row + 8 * r, token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
+      const bool there = packed < total;
+      Finish f = {0.0f, 0.0f};
+      i64 offset = 0;
+      if (there) {
+        f = finish<T>(p, st.m[r], l, head);
+        offset = out_offset(p, t.s, t.b, token, head);
+        if (p.lse && column == 0) p.lse[lse_offset(p, t.s, t.b, token, head)] = f.lse;
+      }
+      const float factor = f.factor * v_factor;
+      if (p.flags & kOutFloat || !(p.flags & kOutAligned)) {
+        if (!there) continue;
+#pragma unroll
+        for (int j = 0; j < kD / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int d = 8 * j + 2 * column + e;
+            const float x = st.o[4 * j + 2 * r + e] * factor;
+            if (d >= p.head_dim_v) continue;
+            if (p.flags & kOutFloat) static_cast<float*>(p.out)[offset + d] = x;
+            else static_cast<T*>(p.out)[offset + d] = from_float<T>(x);
+          }
+        continue;
+      }
+      T* out = static_cast<T*>(p.out) + offset;
+      const bool whole = (reinterpret_cast<u64>(out) & 15) == 0;
+#pragma unroll
+      for (int j = 0; j < kD / 8; j += 4) {
+        u32 w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = j + i < kD / 8 ? pack2<T>(st.o[4 * (j + i) % (kD / 2) + 2 * r] * factor, st.o[4 * (j + i) % (kD / 2) + 2 * r + 1] * factor) : 0;
+        trade<1>(w[0], w[1], column & 1);
+        trade<1>(w[2], w[3], column & 1);
+        trade<2>(w[0], w[2], column & 2);
+        trade<2>(w[1], w[3], column & 2);
+        const int d = 8 * (j + column);
+        if (!there || d >= p.head_dim_v) continue;
+        if (whole && d + 8 <= p.head_dim_v) {
+          *reinterpret_cast<Bytes16*>(out + d) = {{w[0], w[1], w[2], w[3]}};
+        } else {
+          *reinterpret_cast<Bytes8*>(out + d) = {{w[0], w[1]}};
+          if (d + 4 < p.head_dim_v) *reinterpret_cast<Bytes8*>(out + d + 4) = {{w[2], w[3]}};
+        }
+      }
+    }
+  }
+  // The lane that is kMask away gets b of a lane whose bit is not set, and gives its a for it.
+  template <int kMask>
+  static PA_DEVICE void trade(u32& a, u32& b, bool set) {
+    const u32 other = warp::shfl_xor<4>(set ? a : b, kMask);
+    if (set) a = other;
+    else b = other;
+  }
+
+  PA_DEVICE void computing() const {
+    using sm90::kGroup;
+    const int group = thread_x() / kGroup - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
+    const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
+    if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
+    int blocks = 0, values_done = 0;
+#pragma unroll 1
+    for (int tiles = 0;; ++tiles) {
+      sm90::wait(barrier(kFullQ), tiles & 1);
+      const Tile& t = control.tiles[tiles & 3];
+      if (t.b < 0) return;
+      State st;
+#pragma unroll
+      for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
+      const int warp_row = t.first_row + group * 64 + thread_x() % kGroup / 32 * 16, first_row = warp_row + warp::lane() / 4;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        st.m[r] = -PA_INFINITY;
+        st.l[r] = 0.0f;
+        const int token = quotient(first_row + 8 * r, p.group);
+        st.row[r] = visible(p, t.s, token, token);
+      }
+      st.clear_lo = visible(p, t.s, quotient(warp_row + 15, p.group), 0).lo;
+      st.clear_hi = visible(p, t.s, 0, quotient(warp_row, p.group)).hi;
+      st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
+      st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
+      st.factor = st.plain ? st.scoring.scale : 1.0f;
+
+      if (t.first < t.last) {
+        float s[kN / 2], shrink[2];
+        int n = t.last - 1;
+        sm90::wait(barrier(kFullK + blocks % kStages), blocks / kStages & 1);
+        sm90::pin(s);
+        sm90::products_begin();
+        scores(q, k + blocks % kStages * (kStageBytes / 16), s);
+        sm90::products_wait<0>();
+        sm90::pin(s);
+        release(kEmptyK + blocks % kStages);
+        ++blocks;
+        softmax(t, st, n, first_row, s, shrink);
+        pack(st, s);
+#pragma unroll 1
+        for (; n > t.first; --n) {
+          sm90::wait(barrier(kFullK + blocks % kStages), blocks / kStages & 1);
+          if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
+          sm90::pin(s);
+          sm90::pin(st.o);
+          sm90::products_begin();
+          scores(q, k + blocks % kStages * (kStageBytes / 16), s);
+          sm90::wait(barrier(kFullV + values_done % kStages), values_done / kStages & 1);
+          values(st, v + values_done % kStages * (kStageBytes / 16));
+          if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
+          sm90::products_wait<1>();
+          sm90::pin(s);
+          release(kEmptyK + blocks % kStages);
+          ++blocks;
+          softmax(t, st, n - 1, first_row, s, shrink);
+          sm90::products_wait<0>();
+          sm90::pin(st.o);
+          release(kEmptyV + values_done % kStages);
+          ++values_done;
+#pragma unroll
+          for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
+          pack(st, s);
+        }
+        release(kEmptyQ);
+        sm90::wait(barrier(kFullV + values_done % kStages), values_done / kStages & 1);
+        sm90::pin(st.o);
+        sm90::products_begin();
+        values(st, v + values_done % kStages * (kStageBytes / 16));
+        sm90::products_wait<0>();
+        sm90::pin(st.o);
+        release(kEmptyV + values_done % kStages);
+        ++values_done;
+      } else {
+        release(kEmptyQ);
+      }
+      write(t, st, first_row);
+    }
+  }
+
+  // ---- a block
+
+  PA_DEVICE void run(int block, int blocks) const {
+    if (thread_x() == 0) {
+      for (int i = 0; i < kBarriers; ++i) {
+        const bool full = i == kFullQ || (i >= kFullK && i < kEmptyK) || (i >= kFullV && i < kEmptyV);
+        sm90::init(barrier(i), full ? sm90::kGroup : 4 * kConsumers);
+      }
+      sm90::init_done();
+    }
+    block_sync();
+    if (thread_x() < sm90::kGroup) {
+      sm90::give_registers<kGiveRegisters>();
+      copying(block, blocks);
+    } else {
+      sm90::take_registers<kTakeRegisters>();
+      computing();
+    }
+  }
+};
+
+}  // namespace portattn

@@ -1,0 +1,144 @@
+// csrc_cuda/sm90.h on the host, written from the PTX ISA: matrix products read their tiles through descriptors, and run at
+// once where lanes go forward, else as late as they may: when they are waited for. So a stage that is given back too early,
+// or read too early, shows.
+#pragma once
+
+#include "portattn/online_softmax.h"
+#include "warp.h"
+
+namespace portattn {
+namespace sm90 {
+
+constexpr int kGroup = 128;
+constexpr int kPanel = 64;
+
+inline int place(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+inline u8* shared_tiles() {
+  const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(simt::block()->shared);
+  return simt::block()->shared + (1024 - at % 1024) % 1024;
+}
+constexpr int kAlignment = 1024;  // what shared_tiles may skip
+
+struct alignas(8) Barrier {
+  u16 expected, pending;
+  u32 phase;
+};
+static_assert(sizeof(Barrier) == 8, "as on the device");
+
+inline void init(Barrier& b, int arrivals) { b = {static_cast<u16>(arrivals), static_cast<u16>(arrivals), 0}; }
+inline void init_done() {}
+inline void arrive(Barrier& b, SIMT_HERE) {
+  if (b.pending == 0 || b.pending > b.expected) simt::fail("an arrival at a barrier that was not set up, at " + simt::text(here));
+  if (--b.pending == 0) {
+    b.pending = b.expected;
+    ++b.phase;
+    simt::block()->polls = 0;
+  }
+}
+// A phase's parity: a wait for the parity before the current one succeeds.
+inline bool reached(Barrier& b, u32 parity) { return (b.phase & 1) != parity; }
+inline void wait(Barrier& b, u32 parity, SIMT_HERE) {
+  while (!reached(b, parity)) simt::yield(here);
+}
+
+template <int kThreads>
+inline long come(int id) {
+  simt::Named& n = simt::block()->named[id];
+  const long generation = n.generation;
+  if (++n.arrived == kThreads) {
+    n.arrived = 0;
+    ++n.generation;
+    simt::block()->polls = 0;
+  }
+  return generation;
+}
+template <int kThreads>
+inline void meet(int id, SIMT_HERE) {
+  const long generation = come<kThreads>(id);
+  while (simt::block()->named[id].generation == generation) simt::yield(here);
+}
+template <int kThreads>
+inline void pass(int id) { come<kThreads>(id); }
+
+inline void stores_before_products() {}
+template <int kRegisters>
+inline void give_registers() {}
+template <int kRegisters>
+inline void take_registers() {}
+
+inline simt::Group& group() { return simt::block()->quads[thread_x() / kGroup]; }
+
+inline u64 tile_at(const void* p, int leading = 16) {
+  const u64 at = static_cast<const u8*>(p) - shared_tiles();
+  if (at % 128) simt::fail("a tile that is not aligned");
+  return (at >> 4) | static_cast<u64>(leading >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Element at `bytes` from a descriptor's begin, before the swizzle of address bits 4..6 by bits 7..9.
+template <class T>
+inline float element(u64 descriptor, i64 bytes) {
+  const i64 at = ((descriptor & 0x3fff) << 4) + bytes;
+  return to_float(*reinterpret_cast<const T*>(shared_tiles() + (at ^ (at >> 3 & 0x70))));
+}
+
+inline void begin_product(std::function<void()> product) {
+  if (simt::block()->order == simt::kForward) product();
+  else simt::lane().begun.push_back(std::move(product));
+}
+inline void products_begin(SIMT_HERE) { simt::meet(group(), here); }
+inline void products_commit() {
+  simt::lane().products.push_back(std::move(simt::lane().begun));
+  simt::lane().begun.clear();
+}
+template <int kPending>
+inline void products_wait(SIMT_HERE) {
+  auto& groups = simt::lane().products;
+  while (static_cast<int>(groups.size()) > kPending) {
+    for (auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
+  simt::meet(group(), here);
+}
+template <int kN>
+inline void pin(float (&)[kN]) {}
+
+// K-major operands (PTX ISA, "Strides"): row r at (r / 8) x the descriptor's stride + r % 8 x 128 bytes, k at 2 bytes each.
+template <int kN, class T>
+inline void multiply_rows(float (&c)[kN / 2], u64 a, u64 b, bool add, SIMT_HERE) {
+  simt::meet(group(), here);
+  const int t = thread_x() % kGroup, stride = static_cast<int>(b >> 32 & 0x3fff) << 4;
+  float* to = c;
+  begin_product([=] {
+    for (int i = 0; i < kN / 2; ++i) {
+      const int m = 16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2), n = 8 * (i / 4) + 2 * (t % 4) + i % 2;
+      float sum = add ? to[i] : 0.0f;
+      for (int k = 0; k < 16; ++k)
+        sum += element<T>(a, m / 8 * stride + m % 8 * 128 + 2 * k) * element<T>(b, n / 8 * stride + n % 8 * 128 + 2 * k);
+      to[i] = sum;
+    }
+  });
+}
+
+// A in registers as mma.m16n8k16's (tests/simt/vendor.h); B, MN-major: 64 columns beside each other, the next 64 at the
+// leading distance, row k at (k / 8) x stride + k % 8 x 128 bytes.
+template <int kN, class T>
+inline void multiply_columns(float (&c)[kN / 2], const u32 (&a)[4], u64 b, SIMT_HERE) {
+  struct Operand { u32 x[4]; } mine = {{a[0], a[1], a[2], a[3]}};
+  const int t = thread_x() % kGroup, leading = static_cast<int>(b >> 16 & 0x3fff) << 4, stride = static_cast<int>(b >> 32 & 0x3fff) << 4;
+  auto of = simt::exchange(group(), t, mine, here);
+  struct Rows { float x[2][16]; } rows;
+  for (int r = 0; r < 2; ++r)
+    for (int k = 0; k < 16; ++k)
+      rows.x[r][k] = to_float(T{static_cast<u16>(of(t / 4 * 4 + k % 8 / 2).x[2 * (k / 8) + r] >> (16 * (k % 2)))});
+  float* to = c;
+  begin_product([=] {
+    for (int i = 0; i < kN / 2; ++i) {
+      const int n = 8 * (i / 4) + 2 * (t % 4) + i % 2;
+      for (int k = 0; k < 16; ++k)
+        to[i] += rows.x[i / 2 % 2][k] * element<T>(b, n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2);
+    }
+  });
+}
+
+}  // namespace sm90
+}  // namespace portattn

@@ -1,0 +1,87 @@
+"""The Hopper prefill kernel on the host device, against the float64 reference: products read their tiles through emulated
+descriptors, run early or late, and lanes take turns in three orders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from portattn import reference
+from portattn.problem import Call
+from portattn.testing.tolerance import close_lse, close_out
+
+from . import host
+from .test_decode import paged
+
+pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
+
+
+def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0):
+    """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again."""
+    prepared = host.prepare(call, grid=1)
+    options = {name: prepared.options[name] for name in ("t", "d")}
+    library = host.build("prefill_sm90", consumers=consumers, n=n, **options)
+    host.run(library, "portattn_simt_prefill_sm90", prepared.packed, (blocks, 1), order, seed)
+    return prepared.results()
+
+
+def check(call, args, kw, skip=(), **how):
+    """Compares what the kernel writes; sequences of few rows, whose numbers are in `skip`, are the decode kernel's."""
+    out, lse = prefill_sm90(call, **how)
+    want, want_lse = reference.attention_paged(*args, **kw)
+    plain, plain_lse = reference.plain(reference.attention_paged, *args, **kw)
+    if skip:
+        cu = call.cu_seqlens_q.tolist()
+        for b in skip:
+            assert out[cu[b] : cu[b + 1]].isnan().all(), "rows of another kernel were written"
+        keep = torch.ones(out.shape[0], dtype=torch.bool)
+        for b in skip:
+            keep[cu[b] : cu[b + 1]] = False
+        out, lse, want, want_lse, plain, plain_lse = (x[keep] for x in (out, lse, want, want_lse, plain, plain_lse))
+    close_out(out, want, plain, call.q.dtype)
+    close_lse(lse, want_lse, plain_lse, call.q.dtype)
+    return out, lse
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(causal=False), dict(window=(40, 0)), dict(window=(30, 5), causal=False), dict(softcap=3.0), dict(offset=1),
+    dict(sinks=torch.tensor([1.0, -2.0, float("-inf"), 8.0])), dict(alibi_slopes=torch.tensor([0.5, 0.1, 0.0, 2.0])), dict(page=7),
+], ids=lambda o: "-".join(o) or "causal")
+def test_chunks(options):
+    check(*paged([150, 33, 200, 0, 90], q_lens=[70, 1, 40, 0, 50], **options), skip=(1, 3))
+
+
+@pytest.mark.parametrize("order", [host.REVERSE, host.RANDOM])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_bits_do_not_depend_on_the_order_of_lanes_and_blocks(order, blocks):
+    call, args, kw = paged([300, 70, 133], q_lens=[150, 40, 33])
+    first, _ = check(call, args, kw)
+    again, _ = prefill_sm90(call, blocks=blocks, order=order, seed=3)
+    assert torch.equal(first, again)
+
+
+def test_more_queries_than_keys_and_no_keys_at_all():
+    out, lse = check(*paged([20, 0], len_q=70))
+    assert not out[1].any() and (lse[1] == float("-inf")).all() and not out[0, :50].any()
+
+
+@pytest.mark.parametrize("dim, dim_v, consumers, n", [(128, 128, 2, 176), (64, 64, 3, 128), (96, 40, 2, 112), (80, 80, 2, 64), (192, 128, 2, 96),
+                                                      (256, 256, 2, 80), (20, 36, 1, 64)])
+def test_head_dims(dim, dim_v, consumers, n):
+    check(*paged([200, 90], dim=dim, dim_v=dim_v, heads=(2, 1), q_lens=[120, 40], dtype=torch.float16), consumers=consumers, n=n, order=host.REVERSE)
+
+
+def test_rotary_turns_q_and_float_out():
+    angle = torch.arange(140)[:, None] * 0.3 ** torch.arange(16)
+    call, args, kw = paged([130, 45], q_lens=[80, 40], rotary_cos=angle.cos(), rotary_sin=angle.sin())
+    check(call, args, kw)
+    check(call._replace(out=torch.empty(120, 4, 65)[..., :64]), args, kw)
+
+
+@pytest.mark.parametrize("scale", [0.125, -0.5, 0.0])
+def test_dense(scale):
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 80, h, 64, generator=g).half() for h in (4, 2, 2))
+    out, lse = prefill_sm90(Call(q, k, v, scale, causal=True, max_seqlen_q=80, max_seqlen_k=80))
+    kw = dict(causal=True, softmax_scale=scale)
+    close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
