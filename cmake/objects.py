@@ -1,6 +1,6 @@
 """Helper of CMakeLists.txt: which objects to build, and the index that portattn reads. Needs Python alone.
 
-    objects.py list ARCH              one line an object: file, source, options (separated by |)
+    objects.py list ARCH              one line an object: file, target, source, options (separated by |)
     objects.py index FOLDER ARCH...   writes FOLDER/index.json over the objects that lie there
 """
 
@@ -23,11 +23,11 @@ def _instances():
     return module
 
 
-def objects(arch: str) -> list[tuple[str, str, str, list[str]]]:
-    """(instance, file, source, options) of every object for an architecture."""
+def objects(arch: str) -> list[tuple[str, str, str, str, list[str]]]:
+    """(instance, file, what to compile for, source, options) of every object for an architecture."""
     m = _instances()
     kind, source = ("hsaco", "hip") if arch.startswith("gfx") else ("cubin", "cu")
-    return [(str(i), f"{i}.{arch}.{kind}", f"{i.kernel}.{source}", [f"-D{name}={value}" for name, value in i.options])
+    return [(str(i), f"{i}.{arch}.{kind}", m.target(arch, i), f"{i.kernel}.{source}", [f"-D{name}={value}" for name, value in i.options])
             for i in m.every_instance(m.limits_of(arch))]
 
 
@@ -36,7 +36,7 @@ def index(folder: str, archs: list[str]) -> dict:
     found: dict = {}
     for arch in archs:
         found[arch] = {}
-        for name, file, _, _ in objects(arch):
+        for name, file, *_ in objects(arch):
             with open(os.path.join(folder, file), "rb") as f:
                 found[arch][name] = {"file": file, "sha256": hashlib.sha256(f.read()).hexdigest()}
     return {"source": _instances().source_hash("hip" if archs[0].startswith("gfx") else "cuda"), "objects": found}
@@ -45,8 +45,8 @@ def index(folder: str, archs: list[str]) -> dict:
 def main() -> None:
     command, *rest = sys.argv[1:]
     if command == "list":
-        for _, file, source, options in objects(rest[0]):
-            print("|".join([file, source, *options]))
+        for _, *parts, options in objects(rest[0]):
+            print("|".join([*parts, *options]))
     elif command == "index":
         with open(os.path.join(rest[0], "index.json"), "w", encoding="utf-8", newline="\n") as f:
             json.dump(index(rest[0], rest[1:]), f, indent=1, sort_keys=True)

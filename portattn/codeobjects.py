@@ -24,7 +24,7 @@ from typing import NamedTuple
 from . import config, hiprtc
 from .capability import Reason
 from .errors import KernelError
-from .instances import Instance, source_folders, source_hash, sources
+from .instances import Instance, source_folders, source_hash, sources, target
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MAGIC = b"portattn code object 1\n"
@@ -251,7 +251,7 @@ def compile_cuda(arch: str, instance: Instance, compiler: Nvrtc) -> bytes:
     if name not in every:
         raise KernelError(f"no source {name} in {source_folders('cuda')[1]}")
     headers = {n: text for n, text in every.items() if n.endswith(".h")}
-    options = [f"--gpu-architecture={compiler.target(arch)}", "--std=c++17", *(f"-D{n}={v}" for n, v in instance.options)]
+    options = [f"--gpu-architecture={target(compiler.target(arch), instance)}", "--std=c++17", *(f"-D{n}={v}" for n, v in instance.options)]
     return compiler.compile(name, every[name], headers, options)
 
 

@@ -69,13 +69,15 @@ QUEUES = 4  # counters that the mixed kernel has besides
 
 class Limits(NamedTuple):
     """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a
-    wave; whether keys wait in registers, for devices without asynchronous copies (AMD): shared memory is static there."""
+    wave; whether keys wait in registers, for devices without asynchronous copies (AMD): shared memory is static there; whether it
+    has wgmma (Hopper)."""
 
     shared_block: int
     shared_sm: int
     sms: int
     wave: int = 32
     staged: bool = False
+    wgmma: bool = False
 
 
 def head_dim_of(dim: int, dim_v: int) -> int:
@@ -152,6 +154,28 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
     return Shape(Instance("mixed", options), waves * limits.wave, shared, few.unit, blocks, 16 * m * waves)
 
 
+# Head size: (warpgroups that compute, keys at a time) of the Hopper prefill kernel.
+SM90_TILES = {64: (3, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 96), 256: (2, 80)}
+
+
+def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:
+    """PrefillSm90::kSharedBytes of prefill_sm90.h: q and two stages of k and v in panels of 64 columns, and its Control."""
+    panels = -(-dim // 64)
+    return panels * 128 * (64 * consumers + 4 * n) + 808
+
+
+def prefill_sm90_shape(dtype: str, dim: int) -> Shape:
+    """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile."""
+    consumers, n = SM90_TILES[dim]
+    options = (("PA_T", TYPES[dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
+    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), prefill_sm90_shared(dim, consumers, n), 0, 1, 64 * consumers)
+
+
+def target(arch: str, instance: Instance) -> str:
+    """The architecture to compile for: instructions of one generation alone have a name of their own."""
+    return f"{arch}a" if instance.kernel.endswith("_sm90") else arch
+
+
 def small_instance(kernel: str, dtype: str, kv_dtype: str | None = None) -> Instance:
     """The append or merge kernel for its types."""
     return Instance(kernel, (("PA_T", TYPES[dtype]), *((("PA_C", TYPES[kv_dtype]),) if kv_dtype else ())))
@@ -174,7 +198,7 @@ def limits_of(arch: str, sms: int = 1) -> Limits:
         wave, sm = GFX[arch]
         return Limits(64 << 10, sm << 10, sms, wave, staged=True)
     block, sm = SHARED_KIB.get(arch, (99, 100))
-    return Limits(block << 10, sm << 10, sms)
+    return Limits(block << 10, sm << 10, sms, wgmma=arch == "sm_90")
 
 
 def every_instance(limits: Limits) -> list[Instance]:
@@ -186,6 +210,8 @@ def every_instance(limits: Limits) -> list[Instance]:
             for dim in HEAD_DIMS:
                 kinds = (decode_shape,) if limits.staged else (decode_shape, mixed_shape)
                 found += [choose(dtype, kv, dim, limits).instance for choose in kinds]
+        if limits.wgmma:
+            found += [prefill_sm90_shape(dtype, dim).instance for dim in HEAD_DIMS]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
     return [*found, Instance("selftest", ())]

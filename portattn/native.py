@@ -32,6 +32,7 @@ from .instances import (
     head_dim_of,
     mixed_shape,
     prefill_shared,
+    prefill_sm90_shape,
     small_instance,
 )
 from .problem import Call, Problem
@@ -53,8 +54,8 @@ APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table 
 MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "q") for n in "outs_state lses_state rows".split()) + (
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
-OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED = (
-    1 << i for i in range(13))
+OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED, TILED = (
+    1 << i for i in range(14))
 
 
 def pack(fields: tuple[tuple[str, str], ...], values: dict[str, Any]) -> bytearray:
@@ -172,8 +173,10 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, 
 
 
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
-    """The decode kernel where no sequence can have more rows than it is for, else the mixed one."""
+    """The decode kernel where no sequence can have more rows than it is for, else Hopper's prefill kernel or the mixed one."""
     few = limits.staged or call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
+    if not few and limits.wgmma and problem.kv_dtype == problem.dtype:
+        return prefill_sm90_shape(problem.dtype, dim)
     return (decode_shape if few else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
@@ -181,7 +184,7 @@ def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
     """How a call's work is dealt out: in the decode kernel a part a resident block, in the mixed one smaller parts, whose
     number does not matter to the tiles beside them; none where every sequence has tiles."""
     group = call.q.shape[-2] // call.k.shape[-2]
-    if shape.rows and call.q.dim() == 4:
+    if shape.rows and (call.q.dim() == 4 or not shape.unit):
         return {"lines": 1, "line_heads": 0, "workers": 0, "mixed_stride": limits.sms}
     units = max(1, -(-call.max_seqlen_k // shape.unit))
     workers = min(shape.blocks * limits.sms * (3 if shape.rows else 1), most_tiles(call, TILE_ROWS, DECODE_ROWS if shape.rows else None) * units)
@@ -190,10 +193,17 @@ def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
 
 
 def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]:
-    """Blocks of a launch: one a worker, or one a tile and one a part."""
+    """Blocks of a launch: one a worker; or one a tile and one a part; or one a multiprocessor, which takes tiles."""
     if not shape.rows:
         return values["lines"], values["workers"]
+    if not shape.unit:
+        return min(most_tiles(call, shape.rows), values["mixed_stride"]), 1
     return most_tiles(call, shape.rows) + values["lines"] * values["workers"], 1
+
+
+def few_rows_possible(call: Call) -> bool:
+    """Whether some sequence may be shorter than the longest: lengths are the device's, shapes tell only that all are equal."""
+    return call.q.dim() == 3 and call.q.shape[0] != (call.cu_seqlens_q.shape[0] - 1) * call.max_seqlen_q
 
 
 class Room(NamedTuple):
@@ -434,10 +444,15 @@ class Attention(_Bound):
         self.empty = out.numel() == 0
         if self.empty:
             return
-        self.values |= sharing(call, shape, device.limits)
-        self.room = room(self.values, dim)
-        self.launch = Launcher(device.function(shape.instance, shape.shared), ATTENTION, self.values, grid_of(call, shape, self.values),
-                               shape.threads, str(problem))
+        def launcher(shape: Shape, **more: Any) -> Launcher:
+            values = self.values | sharing(call, shape, device.limits) | more
+            self.room = room(values, dim)
+            return Launcher(device.function(shape.instance, shape.shared), ATTENTION, values, grid_of(call, shape, values), shape.threads, str(problem))
+
+        self.launch = launcher(shape)
+        self.before = None  # of a launch of tiles alone: the decode kernel, for sequences of few rows
+        if not shape.unit and few_rows_possible(call):
+            self.before = launcher(decode_shape(problem.dtype, problem.kv_dtype, dim, device.limits), flags=self.values["flags"] | TILED)
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
         self.out_mask = 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
         # The pointers that such calls have besides q, k, v, out and lse: (place in the struct, the Call's field).
@@ -475,6 +490,8 @@ class Attention(_Bound):
         for place, field in self.present:
             addresses[place] = call[field].data_ptr()
         off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
+        if self.before is not None:
+            self.before(stream, off, addresses)
         self.launch(stream, off, addresses)
 
 

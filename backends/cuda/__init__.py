@@ -37,7 +37,8 @@ def _device(index: int) -> native.Device:
     arch = facts(device).arch
     known = limits_of(arch)  # where torch does not say (before 2.7)
     limits = native.Limits(getattr(props, "shared_memory_per_block_optin", known.shared_block),
-                           getattr(props, "shared_memory_per_multiprocessor", known.shared_sm), props.multi_processor_count)
+                           getattr(props, "shared_memory_per_multiprocessor", known.shared_sm), props.multi_processor_count,
+                           wgmma=known.wgmma)
     return native.Device(driver("cuda"), device, arch, limits)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portattn import reference
+from portattn import instances, reference
 from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
@@ -85,3 +85,12 @@ def test_dense(scale):
     out, lse = prefill_sm90(Call(q, k, v, scale, causal=True, max_seqlen_q=80, max_seqlen_k=80))
     kw = dict(causal=True, softmax_scale=scale)
     close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
+
+
+@pytest.mark.parametrize("dim", instances.HEAD_DIMS)
+def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim):
+    shape = instances.prefill_sm90_shape("bfloat16", dim)
+    assert shape.shared <= instances.limits_of("sm_90").shared_block
+    if dim in (64, 96):
+        options = {name[3:].lower(): value for name, value in shape.instance.options}
+        assert host.build("prefill_sm90", **options).portattn_simt_shared_bytes() == shape.shared

@@ -20,6 +20,7 @@ enum Flags : u32 {
   kRotaryFloat = 1 << 10,     // cos and sin are float32
   kSinksFloat = 1 << 11,
   kPaged = 1 << 12,
+  kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's
 };
 
 constexpr int kQueues = 4;
