@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 
 ANY = (-1, -1)
 _INF = float("inf")
+_is_compiling = torch.compiler.is_compiling
 
 
 def refuse(call: str, name: str, value: Any, why: str) -> None:
@@ -49,29 +50,60 @@ def lse_of_fa2(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -_INF, _INF)
 
 
-# ------------------------------------------------------------------ contiguous caches as pages
+# ------------------------------------------------------------------ small tensors that are asked for again and again
+# What is kept never changes, and nothing on a device that a graph or another stream may still read is let go.
+_KEPT = 1024
 _rows: dict[tuple[int, torch.device], Tensor] = {}
+_counts: dict[tuple[int, torch.device], Tensor] = {}
+_equal: dict[tuple[int, int, torch.device], Tensor] = {}
+_ends: tuple = (None, 0, 0, None, None)
 
 
 def row_table(batch: int, device: torch.device) -> Tensor:
     """(B, 1) int32 of 0 .. B - 1: the block table under which row b of a contiguous cache is page b. Kept, but for graph captures."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     table = _rows.get((batch, device))
     if table is None:
-        if capturing(device):  # its memory would belong to the graph
+        if len(_rows) >= _KEPT or capturing(device):  # memory of a capture would belong to the graph
             return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
         # A copy from the host waits until the values are there, so any stream may read them later.
-        table = torch.arange(batch, dtype=torch.int32)[:, None].to(device)
-        if len(_rows) >= 1024:
-            _rows.clear()
-        _rows[batch, device] = table
+        table = _rows[batch, device] = torch.arange(batch, dtype=torch.int32)[:, None].to(device)
     return table
 
 
+def plus(lens: Tensor, n: int) -> Tensor:
+    """lens + n; adding a kept tensor costs half of adding a Python number."""
+    count = _counts.get((n, lens.device))
+    if count is None:
+        if len(_counts) >= _KEPT or _is_compiling() or capturing(lens.device):
+            return lens + n
+        count = _counts[n, lens.device] = torch.tensor(n, dtype=torch.int32).to(lens.device)
+    return lens + count
+
+
+def equal_lengths(length: int, batch: int, device: torch.device) -> Tensor:
+    """(B,) int32, all `length`. Every layer of a step asks for the same ones; kept on CPU, where no stream can still be reading them."""
+    lens = _equal.get((length, batch, device))
+    if lens is None:
+        lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+        if device.type == "cpu" and not _is_compiling():
+            if len(_equal) >= _KEPT:
+                _equal.clear()
+            _equal[length, batch, device] = lens
+    return lens
+
+
 def lengths(cu_seqlens: Tensor) -> Tensor:
-    """(B,) from (B + 1,) prefix sums."""
-    return cu_seqlens.diff()
+    """(B,) from (B + 1,) prefix sums: one subtraction of two views, which are kept for the next layer's call with the same tensor."""
+    global _ends
+    if type(cu_seqlens) is not Tensor or _is_compiling():
+        return cu_seqlens.diff()
+    of, pointer, n, ends, starts = _ends
+    if of is not cu_seqlens or pointer != cu_seqlens.data_ptr() or n != cu_seqlens.shape[0]:  # the latter two: set_() and resize_()
+        ends, starts = cu_seqlens[1:], cu_seqlens[:-1]
+        _ends = (cu_seqlens, cu_seqlens.data_ptr(), cu_seqlens.shape[0], ends, starts)
+    return ends - starts
 
 
 def sequence_of(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,38 +129,58 @@ def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: b
 
 
 # ------------------------------------------------------------------ flash-attn's kvcache
-_counts: dict[tuple[int, torch.device], Tensor] = {}
+def plain_kvcache(call: str, q: Tensor, k_cache: Tensor, k: Tensor | None, cache_seqlens: int | Tensor | None,
+                  block_table: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """(block_table, kv_lens) of a call whose other arguments attention_paged takes as they are, or None where there is more to translate.
+
+    For calls with 4-D q and without rotary, left pads, cache_batch_idx and ragged keys: what engines repeat for every layer.
+    """
+    new = 0
+    if k is not None:
+        new = k.shape[1]
+        if cache_seqlens is None or new != q.shape[1]:
+            return None
+    if block_table is None:
+        block_table = _own_rows(call, q.shape[0], k_cache, q.device)
+    if not isinstance(cache_seqlens, Tensor):
+        return block_table, _from_host(call, cache_seqlens, new, k_cache, block_table)
+    return block_table, plus(cache_seqlens, new) if new else cache_seqlens
 
 
-def _plus(lens: Tensor, n: int) -> Tensor:
-    """lens + n; adding a kept tensor costs half of adding a Python number."""
-    count = _counts.get((n, lens.device))
-    if count is None:
-        if torch.compiler.is_compiling() or capturing(lens.device) or len(_counts) >= 1024:
-            return lens + n
-        count = _counts[n, lens.device] = torch.tensor(n, dtype=torch.int32).to(lens.device)
-    return lens + count
+def _own_rows(call: str, batch: int, k_cache: Tensor, device: torch.device) -> Tensor:
+    """The table under which sequence b lies in row b of a contiguous cache."""
+    if batch > k_cache.shape[0]:
+        raise ArgumentError(f"{call}: k_cache: wanted at least {batch} rows, one a sequence of q, got {k_cache.shape[0]}")
+    return row_table(batch, device)
+
+
+def _from_host(call: str, length: int | None, new: int, k_cache: Tensor, table: Tensor) -> Tensor:
+    """kv_lens of one length for all, `new` tokens included; None is the whole cache. Raises where it is beyond the cache: lengths on the device
+    are looked at under PORTATTN_CHECK=1 only."""
+    batch, pages = table.shape
+    room = pages * k_cache.shape[1]
+    if length is None:
+        length = room
+    if length + new > room:
+        raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room - new}, as the block_table has {pages} pages of {k_cache.shape[1]} "
+                            f"tokens a sequence and {new} are appended, got {length}")
+    return equal_lengths(length + new, batch, table.device)
 
 
 def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
             rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
             block_table: Tensor | None, rotary_interleaved: bool, causal: bool, window_size: tuple[int, int], cu_seqlens_q: Tensor | None = None,
             cu_seqlens_k_new: Tensor | None = None, rotary_seqlens: Tensor | None = None, k_scale: Tensor | None = None,
-            v_scale: Tensor | None = None) -> tuple:
+            v_scale: Tensor | None = None, append_first: bool = False) -> tuple:
     """flash-attn's kvcache arguments as attention_paged's: (q, k_cache, v_cache, block_table, kv_lens, k, v, rotary_cos, rotary_sin).
 
     What portattn has by itself is only named differently. The rest (left pads; k_new not of q's lengths; q turned at one position
-    for all its rows, or at rotary_seqlens) is turned and appended here, and what is returned attends to it.
+    for all its rows, or at rotary_seqlens; all with append_first) is turned and appended here, and what is returned attends to it.
     """
     ragged = cu_seqlens_q is not None
     if block_table is None:
         batch = cu_seqlens_q.shape[0] - 1 if ragged else q.shape[0]
-        if cache_batch_idx is not None:
-            block_table = cache_batch_idx[:, None]
-        elif batch > k_cache.shape[0]:
-            raise ArgumentError(f"{call}: k_cache: wanted at least {batch} rows, one a sequence of q, got {k_cache.shape[0]}")
-        else:
-            block_table = row_table(batch, q.device)
+        block_table = _own_rows(call, batch, k_cache, q.device) if cache_batch_idx is None else cache_batch_idx[:, None]
     elif cache_batch_idx is not None:
         raise ArgumentError(f"{call}: cache_batch_idx: wanted None together with a block table, which says where each sequence lies")
 
@@ -136,11 +188,8 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
         if v is not None or rotary_cos is not None:
             name = "v" if v is not None else "rotary_cos"
             raise ArgumentError(f"{call}: {name}: wanted together with k to append, as flash-attn does, got k=None")
-        if cache_seqlens is None:
-            cache_seqlens = block_table.shape[1] * k_cache.shape[1]
         if not isinstance(cache_seqlens, Tensor):
-            _check_room(call, cache_seqlens, 0, k_cache, block_table)
-            cache_seqlens = torch.full((block_table.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+            cache_seqlens = _from_host(call, cache_seqlens, 0, k_cache, block_table)
         if cache_leftpad is None:
             return q, k_cache, v_cache, block_table, cache_seqlens, None, None, None, None
         return *_skipped(q, k_cache, v_cache, block_table, cache_seqlens, cache_leftpad), None, None, None, None
@@ -149,16 +198,14 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
         raise ArgumentError(f"{call}: cache_seqlens: wanted the lengths before the append of k and v, got None")
     if cu_seqlens_k_new is None:
         new, alike = k.shape[1], not ragged and k.shape[1] == q.shape[1]
-        if not isinstance(cache_seqlens, Tensor):
-            _check_room(call, cache_seqlens, new, k_cache, block_table)
-        lens = _plus(cache_seqlens, new) if isinstance(cache_seqlens, Tensor) else torch.full(
-            (block_table.shape[0],), cache_seqlens + new, dtype=torch.int32, device=q.device)
+        host = not isinstance(cache_seqlens, Tensor)
+        lens = _from_host(call, cache_seqlens, new, k_cache, block_table) if host else plus(cache_seqlens, new)
     else:
         new, alike = lengths(cu_seqlens_k_new), cu_seqlens_k_new is cu_seqlens_q
         lens = new + cache_seqlens
     # flash-attn turns every row of q at cache_seqlens unless the mask depends on the position.
     together = rotary_cos is not None and not causal and window_size == ANY and (ragged or q.shape[1] != 1)
-    if alike and not together and cache_leftpad is None and rotary_seqlens is None:
+    if alike and not together and cache_leftpad is None and rotary_seqlens is None and not append_first:
         return q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin
 
     start = lens - new
@@ -170,14 +217,6 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
     if cache_leftpad is None:
         return q, k_cache, v_cache, block_table, lens, None, None, None, None
     return *_skipped(q, k_cache, v_cache, block_table, lens, cache_leftpad), None, None, None, None
-
-
-def _check_room(call: str, length: int, new: int, k_cache: Tensor, table: Tensor) -> None:
-    """Raises where a length from the host is beyond the cache. Lengths on the device are looked at under PORTATTN_CHECK=1 only."""
-    room = table.shape[1] * k_cache.shape[1]
-    if length + new > room:
-        raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room - new}, as the block_table has {table.shape[1]} pages of {k_cache.shape[1]} "
-                            f"tokens a sequence and {new} are appended, got {length}")
 
 
 def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, follow: bool) -> Tensor:
@@ -210,11 +249,17 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tenso
     cache_append(scaled(k, k_scale), scaled(v, v_scale), k_cache, v_cache, slot)
 
 
-def _skipped(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, leftpad: Tensor) -> tuple[Tensor, ...]:
-    """(q, the caches as pages of one token, a table that starts at each sequence's left pad, the lengths from there). Caches whose
-    pages do not follow each other in memory are copied for it."""
-    page_size, width = k_cache.shape[1], table.shape[1] * k_cache.shape[1]
-    position = (leftpad[:, None].long() + torch.arange(width, device=table.device)).clamp(0, max(width - 1, 0))
-    slots = torch.gather(table.long(), 1, position // page_size) * page_size + position % page_size
+def single_token_pages(k_cache: Tensor, v_cache: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The caches as pages of one token, and the table of their slots. Caches whose pages do not follow each other in memory are copied for it."""
+    page_size = k_cache.shape[1]
+    slots = table[..., None].long() * page_size + torch.arange(page_size, device=table.device)
     single = lambda cache: cache.reshape(-1, 1, *cache.shape[2:])
-    return q, single(k_cache), single(v_cache), slots.int(), lens - leftpad
+    return single(k_cache), single(v_cache), slots.flatten(1).int()
+
+
+def _skipped(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, leftpad: Tensor) -> tuple[Tensor, ...]:
+    """(q, the caches as pages of one token, a table that starts at each sequence's left pad, the lengths from there)."""
+    k_cache, v_cache, slots = single_token_pages(k_cache, v_cache, table)
+    width = slots.shape[1]
+    position = (leftpad[:, None].long() + torch.arange(width, device=table.device)).clamp(0, max(width - 1, 0))
+    return q, k_cache, v_cache, torch.gather(slots, 1, position), lens - leftpad

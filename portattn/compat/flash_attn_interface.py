@@ -1,7 +1,7 @@
 """The module flash_attn_interface (FlashAttention 3) on portattn: same parameters in the same order, same returns.
 
-Hints, accepted and without effect on results: num_splits, pack_gqa, sm_margin, scheduler_metadata, deterministic. qv and
-attention_chunk raise. Descales multiply q, k and v as FlashAttention 3's do for 8-bit inputs, whatever the dtype; 8-bit caches are
+Hints, accepted and without effect on results: num_splits, pack_gqa, sm_margin, scheduler_metadata, deterministic. qv raises.
+attention_chunk cuts sequences into chunks (_chunks.py). Descales multiply q, k and v as FlashAttention 3's do for 8-bit inputs, whatever the dtype; 8-bit caches are
 read by a q of 16 or 32 bits. lse is (B, H, S) or (H, T), -inf where a row sees no key.
 """
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_paged, attention_varlen, merge_states
-from ._translate import kvcache, lengths, lse_heads_first, refuse, sequence_of, window
+from . import _chunks
+from ._translate import kvcache, lengths, lse_heads_first, plain_kvcache, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
            "get_scheduler_metadata"]
 
 _NO_QV = "wanted None: a second query against v (absorbed MLA) is one head_dim in portattn: concatenate q with qv, and k with v"
-_NO_CHUNK = "wanted 0: attention in chunks is not computed; cut the sequences at the chunks' bounds and call the varlen form"
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
@@ -25,12 +25,19 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     """q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D) -> out, or (out, lse (B, Hq, Sq)). Descales are (B, Hkv)."""
     if qv is not None:
         refuse("flash_attn_func", "qv", qv, _NO_QV)
-    if attention_chunk:
-        refuse("flash_attn_func", "attention_chunk", attention_chunk, _NO_CHUNK)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale)
-    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
-                    softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
+    softcap = softcap if softcap > 0 else 0.0
+    if attention_chunk:
+        chunk, (batch, len_q, len_k) = _chunks.check("flash_attn_func", attention_chunk), (*q.shape[:2], k.shape[1])
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        got = _chunks.varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * len_q, starts * len_k, len_q, len_k, chunk,
+                             softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size), softcap=softcap,
+                             return_lse=return_attn_probs, num_splits=num_splits)
+        got = tuple(x.unflatten(0, (batch, len_q)) for x in got) if return_attn_probs else got.unflatten(0, (batch, len_q))
+    else:
+        got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size), softcap=softcap,
+                        return_lse=return_attn_probs, num_splits=num_splits)
     return _finished(got, return_attn_probs, v_descale)
 
 
@@ -55,16 +62,17 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     the out and lse of rows of q that are not in use are 0 and -inf."""
     if qv is not None:
         refuse("flash_attn_varlen_func", "qv", qv, _NO_QV)
-    if attention_chunk:
-        refuse("flash_attn_varlen_func", "attention_chunk", attention_chunk, _NO_CHUNK)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale, cu_seqlens_q)
     cu_given = cu_seqlens_q
     if seqused_q is not None:
         q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, seqused_q)
-    got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k,
-                           softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
-                           softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
+    call, more = attention_varlen, {}
+    if attention_chunk:
+        call, more = _chunks.varlen, dict(chunk=_chunks.check("flash_attn_varlen_func", attention_chunk))
+    got = call(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k, softmax_scale=softmax_scale,
+               causal=bool(causal), window_size=window(window_size), softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs,
+               num_splits=num_splits, **more)
     if seqused_q is not None:
         out, lse = got if return_attn_probs else (got, None)
         out = out[back].masked_fill(~used[:, None, None], 0.0)
@@ -87,18 +95,30 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     """
     if qv is not None:
         refuse("flash_attn_with_kvcache", "qv", qv, _NO_QV)
-    if attention_chunk:
-        refuse("flash_attn_with_kvcache", "attention_chunk", attention_chunk, _NO_CHUNK)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
-    causal, window_size = bool(causal), window(window_size)
-    q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
-        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-        rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale)
-    got = attention_paged(q, k_cache, v_cache, page_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
-                          rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale,
-                          causal=causal, window_size=window_size, softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits,
-                          k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse)
+    causal, window_size, softcap = bool(causal), window(window_size), softcap if softcap > 0 else 0.0
+    plain = None
+    if (rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and cu_seqlens_q is None and cu_seqlens_k_new is None
+            and not attention_chunk and (k is None) is (v is None)):
+        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, page_table)
+    if plain is not None:
+        page_table, lens = plain
+    else:
+        q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
+            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            page_table, rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale,
+            bool(attention_chunk))
+    if attention_chunk:
+        got = _chunks.paged(q, k_cache, v_cache, page_table, lens, _chunks.check("flash_attn_with_kvcache", attention_chunk),
+                            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
+                            window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
+                            return_lse=return_softmax_lse)
+    else:
+        got = attention_paged(q, k_cache, v_cache, page_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
+                              rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+                              softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
+                              k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse)
     return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
 
 

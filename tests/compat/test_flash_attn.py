@@ -421,3 +421,104 @@ def test_kvcache_refuses_what_flash_attn_refuses(given, words):
     with pytest.raises(ArgumentError, match=words):
         fa2.flash_attn_with_kvcache(q, cache, cache, **options)
     assert torch.equal(cache, before)
+
+
+# ------------------------------------------------------------------ chunks
+def in_chunks(q, k, v, chunk, **options):
+    """One sequence, q (Sq, H, D): a query sees the keys of its own chunk. Drawn as a mask for the oracle."""
+    position = torch.arange(len(q)) + len(k) - len(q)
+    same = torch.div(position, chunk, rounding_mode="floor")[:, None] == torch.arange(len(k)) // chunk
+    out, lse = reference.attention(q[None], k[None], v[None], bias=same[None, None], **options)
+    return out[0], lse[0]
+
+
+CHUNKED = [dict(), dict(causal=True), dict(causal=True, window_size=(2, 0)), dict(window_size=(1, 2), softcap=3.0)]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 100])
+@pytest.mark.parametrize("len_q, len_k", [(7, 7), (3, 13), (1, 9), (9, 4), (0, 4), (3, 0)])
+@pytest.mark.parametrize("options", CHUNKED, ids=str)
+def test_a_query_sees_its_own_chunk(chunk, len_q, len_k, options):
+    q, k, v = torch.randn(2, len_q, 4, 16), torch.randn(2, len_k, 2, 16), torch.randn(2, len_k, 2, 16)
+    out, lse = fa3.flash_attn_func(q, k, v, attention_chunk=chunk, return_attn_probs=True, **options)
+    for b in range(2):
+        expected, expected_lse = in_chunks(q[b], k[b], v[b], chunk, **options)
+        close(out[b], expected)
+        close(lse[b], expected_lse.T)
+
+
+@pytest.mark.parametrize("used", [None, (3, 0, 8)])
+@pytest.mark.parametrize("options", CHUNKED, ids=str)
+def test_ragged_sequences_in_chunks(monkeypatch, used, options):
+    monkeypatch.setenv("PORTATTN_CHECK", "1")
+    lens_q, lens_k = (3, 2, 6), (4, 2, 11)
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged(lens_q, lens_k)
+    seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
+    out, lse = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, seqused_k=seqused, attention_chunk=4, return_attn_probs=True, **options)
+    for b, (n, m) in enumerate(zip(lens_q, used or lens_k)):
+        rows, keys = slice(cu_q[b], cu_q[b] + n), slice(cu_k[b], cu_k[b] + m)
+        expected, expected_lse = in_chunks(q[rows], k[keys], v[keys], 4, **options)
+        close(out[rows], expected)
+        close(lse[:, rows], expected_lse.T)
+
+
+@pytest.mark.parametrize("chunk", [4, 6, 8])  # pages of 4: one a chunk, not a whole number, two
+@pytest.mark.parametrize("len_q", [1, 6])
+@pytest.mark.parametrize("options", CHUNKED, ids=str)
+def test_a_paged_cache_in_chunks(monkeypatch, chunk, len_q, options):
+    monkeypatch.setenv("PORTATTN_CHECK", "1")
+    lens = [9, 17, 6]
+    _, k, v, _, cu_k, _, _ = ragged(lens, lens)
+    k_pages, v_pages, table = two_caches(k, v, cu_k)
+    q, scale = torch.randn(3, len_q, 4, 16), torch.tensor([[0.5, 2.0], [1.0, 3.0], [0.25, 1.5]])
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q, k_pages, v_pages, cache_seqlens=torch.tensor(lens, dtype=torch.int32), page_table=table,
+                                               attention_chunk=chunk, k_descale=scale, v_descale=scale, return_softmax_lse=True, **options)
+    for b, n in enumerate(lens):
+        keys = slice(cu_k[b], cu_k[b] + n)
+        expected, expected_lse = in_chunks(q[b], k[keys] * scale[b][:, None], v[keys] * scale[b][:, None], chunk, **options)
+        close(out[b], expected)
+        close(lse[b], expected_lse.T)
+
+
+def test_chunks_after_an_append_with_rotary():
+    q, new = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 2, 16)
+    k_cache, v_cache, lens, (cos, sin) = torch.randn(2, 12, 2, 16), torch.randn(2, 12, 2, 16), [2, 7], tables(16, 16)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    out = fa3.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=torch.tensor(lens, dtype=torch.int32), rotary_cos=cos, rotary_sin=sin,
+                                      causal=True, attention_chunk=4)
+    for b, n in enumerate(lens):
+        position = torch.arange(n, n + 3)
+        expected_k[b, n : n + 3], expected_v[b, n : n + 3] = turned(new[b], position, cos, sin, True).float(), new[b]
+        expected, _ = in_chunks(turned(q[b], position, cos, sin, True).float(), expected_k[b, : n + 3], expected_v[b, : n + 3], 4, causal=True)
+        close(out[b], expected)
+    close(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+def test_gradients_flow_through_chunks():
+    q, k = torch.randn(1, 6, 2, 8, requires_grad=True), torch.randn(1, 6, 2, 8, requires_grad=True)
+    fa3.flash_attn_func(q, k, k, causal=True, attention_chunk=4).square().sum().backward()
+    p, r = q.detach().double().requires_grad_(), k.detach().double().requires_grad_()
+    in_chunks(p[0], r[0], r[0], 4, causal=True)[0].square().sum().backward()
+    close(q.grad, p.grad)
+    close(k.grad, r.grad)
+
+
+def test_a_negative_chunk_raises():
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(ArgumentError, match="attention_chunk"):
+        fa3.flash_attn_func(q, q, q, attention_chunk=-1)
+
+
+# ------------------------------------------------------------------ what is kept between calls
+def test_lengths_follow_a_tensor_that_changes_in_place():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged((1, 1), (6, 5))
+    k_pages, v_pages, table = two_caches(k, v, cu_k)
+    call = lambda cu: fa2.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu, max_q, max_k, causal=True, block_table=table)
+    first = call(cu_k)
+    other = torch.tensor([0, 4, 7], dtype=torch.int32)
+    expected = call(other)
+    cu_k.copy_(other)
+    assert torch.equal(call(cu_k), expected) and not torch.equal(first, expected)
+    cu_k.set_(torch.tensor([0, 6, 11], dtype=torch.int32))
+    assert torch.equal(call(cu_k), first)

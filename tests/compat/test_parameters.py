@@ -86,17 +86,17 @@ FUNCTIONS = {
             block_table=("honoured", TABLE, VARLEN | dict(k=PAGES_K, v=PAGES_V, dropout_p=0.0, softmax_scale=0.25, causal=False)),
             leftpad_k=("refused", LENS), seqused_k=("honoured", LENS), zero_tensors=("hint", True), num_splits=("hint", 1))),
     fa3.flash_attn_func: (DENSE, TENSORS | dict(softmax_scale=("honoured", 0.5), causal=("honoured", True), qv=("refused", Q)) | DESCALES | dict(
-        window_size=("honoured", (2, 0)), attention_chunk=("refused", 4), softcap=("honoured", 1.0), num_splits=("hint", 3)) | FA3_HINTS | dict(
+        window_size=("honoured", (2, 0)), attention_chunk=("honoured", 2), softcap=("honoured", 1.0), num_splits=("hint", 3)) | FA3_HINTS | dict(
         return_attn_probs=("honoured", True))),
     fa3.flash_attn_qkvpacked_func: (
         dict(qkv=rand(2, 5, 3, 2, 16)),
         dict(qkv=("honoured", rand(2, 5, 3, 2, 16)), softmax_scale=("honoured", 0.5), causal=("honoured", True)) | DESCALES | dict(
-            window_size=("honoured", (2, 0)), attention_chunk=("refused", 4), softcap=("honoured", 1.0), deterministic=("hint", True),
+            window_size=("honoured", (2, 0)), attention_chunk=("honoured", 2), softcap=("honoured", 1.0), deterministic=("hint", True),
             num_heads_q=("honoured", 4, dict(qkv=rand(2, 5, 8, 16), num_heads_q=6)), sm_margin=("hint", 8), return_attn_probs=("honoured", True))),
     fa3.flash_attn_varlen_func: (VARLEN, RAGGED | CU | BOUNDS | dict(
         seqused_q=("honoured", torch.tensor([2, 3], dtype=INT)), seqused_k=("honoured", LENS), softmax_scale=("honoured", 0.5),
         causal=("honoured", True), qv=("refused", TQ)) | DESCALES | dict(
-        window_size=("honoured", (2, 0)), attention_chunk=("refused", 4), softcap=("honoured", 1.0), num_splits=("hint", 3)) | FA3_HINTS | dict(
+        window_size=("honoured", (2, 0)), attention_chunk=("honoured", 2), softcap=("honoured", 1.0), num_splits=("hint", 3)) | FA3_HINTS | dict(
         return_attn_probs=("honoured", True))),
     fa3.flash_attn_with_kvcache: (CACHE, CACHED | dict(
         k=("honoured", NEW_K * 2, APPEND), v=("honoured", NEW_V + 1, APPEND), qv=("refused", Q), rotary_cos=("honoured", COS.flip(0), ROTARY),
@@ -107,7 +107,7 @@ FUNCTIONS = {
         cu_seqlens_k_new=("honoured", torch.tensor([0, 1, 6], dtype=INT), CACHE | dict(
             q=TQ, cu_seqlens_q=CU_Q, k=NEW_K.flatten(0, 1), v=NEW_V.flatten(0, 1), cu_seqlens_k_new=CU_Q)),
         max_seqlen_q=("hint", 100, CACHE | dict(q=TQ, cu_seqlens_q=CU_Q)), rotary_seqlens=("honoured", LENS + 4, ROTARY)) | DESCALES | dict(
-        softmax_scale=("honoured", 0.5), causal=("honoured", True), window_size=("honoured", (2, 0)), attention_chunk=("refused", 4),
+        softmax_scale=("honoured", 0.5), causal=("honoured", True), window_size=("honoured", (2, 0)), attention_chunk=("honoured", 2),
         softcap=("honoured", 1.0), rotary_interleaved=("honoured", False, ROTARY), scheduler_metadata=("hint", torch.zeros(4, dtype=INT)),
         num_splits=("hint", 1), pack_gqa=("hint", True), sm_margin=("hint", 8), return_softmax_lse=("honoured", True))),
     fa3.flash_attn_combine: (

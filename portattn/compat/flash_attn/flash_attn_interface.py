@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
-from .._translate import kvcache, lengths, lse_of_fa2, refuse, refuse_dropout, window
+from .._translate import kvcache, lengths, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
@@ -93,14 +93,19 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     k, v (B, Snew, Hkv, D) are written at cache_seqlens, cache_seqlens + 1, … first. q turns at the same positions if causal or
     windowed, else all of it at cache_seqlens. Keys before cache_leftpad are not seen; cache_batch_idx names each sequence's row.
     """
-    causal, window_size = bool(causal), window(window_size)
-    q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
-        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        rotary_interleaved, causal, window_size)
+    causal, window_size, softcap = bool(causal), window(window_size), softcap if softcap > 0 else 0.0
+    plain = None
+    if rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and (k is None) is (v is None):
+        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, block_table)
+    if plain is not None:
+        block_table, lens = plain
+    else:
+        q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
+            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, rotary_interleaved, causal, window_size)
     got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                           rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                          softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits,
-                          return_lse=return_softmax_lse)
+                          softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse)
     return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
 
 
