@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -72,8 +73,25 @@ def mixed(call: Call, *, parts: int, m: int = 2, n: int = 32, waves: int = 4, **
     return decode(call, grid=parts, waves=waves, tile=(m, n), **how)
 
 
-def decode(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines: int | None = None, wave: int = 32, gfx: int = 0, waves: int = 4, stages: int = 3, order: int = FORWARD, seed: int = 0):
-    """(out, lse) of the decode kernel run by `grid` workers; checks that the counters are zero again."""
+class Prepared(NamedTuple):
+    """A launch of the decode or mixed kernel on CPU tensors."""
+
+    kernel: str
+    options: dict
+    packed: bytes
+    grid: tuple[int, int]
+    out: torch.Tensor
+    lse: torch.Tensor
+    counters: torch.Tensor
+    tensors: tuple  # whatever the kernel may touch
+
+    def results(self):
+        assert not self.counters.any(), "counters must be zero after a launch"
+        return self.out, self.lse
+
+
+def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines: int | None = None, waves: int = 4, stages: int = 3) -> Prepared:
+    """The decode kernel by `grid` workers; with `tile` (row tiles a wave, keys at a time), the mixed kernel."""
     q, out = call.q, call.out
     if out is None:
         out = torch.empty((*q.shape[:-1], call.v.shape[-1]), dtype=q.dtype)
@@ -92,21 +110,25 @@ def decode(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines:
     room = native.room(values, dim)
     partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
     at = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else 0
+    lengths = call.kv_lens if call.block_table is not None else call.seqused_k
     values |= {
-        "q": at(q), "k": at(call.k), "v": at(call.v), "out": at(out), "lse": at(lse),
-        "lengths": at(call.kv_lens if call.block_table is not None else call.seqused_k), "block_table": at(call.block_table),
+        "q": at(q), "k": at(call.k), "v": at(call.v), "out": at(out), "lse": at(lse), "lengths": at(lengths), "block_table": at(call.block_table),
         "cu_q": at(call.cu_seqlens_q), "cu_k": at(call.cu_seqlens_k), "alibi": at(call.alibi_slopes), "sinks": at(call.sinks),
         "k_scale": at(call.k_scale), "v_scale": at(call.v_scale), "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin),
         "partial": (at(partial) + 15) // 16 * 16, "counters": at(counters),
     }
-    options = dict(t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages)
-    kernel = "decode"
-    if tile:
-        kernel, options = "mixed", options | dict(m=tile[0], n=tile[1])
-    library = build(kernel, wave, gfx, **options)
-    run(library, f"portattn_simt_{kernel}", native.pack(native.ATTENTION, values), where, order, seed)
-    assert not counters.any(), "counters must be zero after a launch"
-    return out, lse
+    options = dict(t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages) | (dict(m=tile[0], n=tile[1]) if tile else {})
+    used = (q, call.k, call.v, out, lse, lengths, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k, call.alibi_slopes, call.sinks, call.k_scale,
+            call.v_scale, call.rotary_cos, call.rotary_sin, partial, counters)
+    return Prepared("mixed" if tile else "decode", options, bytes(native.pack(native.ATTENTION, values)), where, out, lse, counters,
+                    tuple(x for x in used if isinstance(x, torch.Tensor)))
+
+
+def decode(call: Call, *, wave: int = 32, gfx: int = 0, order: int = FORWARD, seed: int = 0, **how):
+    """(out, lse) of the decode kernel (`how`: see prepare); checks that the counters are zero again."""
+    p = prepare(call, **how)
+    run(build(p.kernel, wave, gfx, **p.options), f"portattn_simt_{p.kernel}", p.packed, p.grid, order, seed)
+    return p.results()
 
 
 def append(k, v, k_cache, v_cache, *, slots=None, call: Call | None = None, k_scale=None, v_scale=None, order: int = FORWARD) -> None:
