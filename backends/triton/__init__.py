@@ -98,7 +98,7 @@ def notes(call: Call, bound: Any) -> tuple[str, ...]:
     run = bound.state.get("triton")
     if run is not None and hasattr(run, "described"):
         mode, tile, split, grid = run.described
-        blocks = tile if mode == "tiles" else split if mode == "splits" else (*tile, *split)
+        blocks = tile if mode in ("tiles", "hopper") else split if mode == "splits" else (*tile, *split)
         found.append(f"{mode}: blocks {tuple(blocks)}, {grid.total} programs")
     return tuple(found)
 

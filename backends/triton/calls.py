@@ -144,6 +144,13 @@ def _nested(t: Tensor) -> bool:
     return inside and all(s >= tokens * row or n == 1 for s, n in zip(batch_s, t.shape)) and max(t.stride()) < 1 << 38
 
 
+def _rows_of_all_heads(t: Tensor) -> tuple[list[int], list[int]]:
+    """(shape, strides) of K or V with a token's heads in one row: a head's columns start at its stride."""
+    *batch, tokens, heads, d = t.shape
+    *batch_s, row, head, _ = t.stride()
+    return [*batch, tokens, (heads - 1) * head + d], [*batch_s, row, 1]
+
+
 def _bytes(t: Tensor) -> Tensor:
     """8-bit floats and bools as the uint8 tensors that the interpreter takes."""
     return t.view(torch.uint8) if t.dtype in FORMATS or t.dtype == torch.bool else t
@@ -244,6 +251,8 @@ class Attention:
                                   invariant=self.invariant,
                                   **sizes)
         shape = shape._replace(descriptors=mode == "tiles" and self._descriptors(call, shape))
+        if shape.descriptors and self._hopper(call, shape):
+            return self._prepare_hopper(shape)
         # Chunks of about one length are tiles with some splits; a batch of mostly decodes wants both kinds side by side.
         chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
         kind = "tiles" if shape.descriptors else "mixed" if mode == "both" and not chunks else "gather"
@@ -282,7 +291,7 @@ class Attention:
         else:
             with torch.cuda.device(self.index):
                 launch = Launch(kernel, spec, fixed, grid.total, self.index)
-                launch.tile = tile if shape.descriptors else None
+                launch.described = functools.partial(self._described, tile) if shape.descriptors else None
         items = grid.total - grid.programs
         block = split.bm * schedule.pow2(self.dv, 16)
         self.described = (mode, tile, split, grid)
@@ -298,16 +307,61 @@ class Attention:
         plain = all(_nested(t) for t in (k, v))
         return exact and plain and k.numel() > 0 and self.batch * self.max_q * self.heads_q >= 32768
 
-    def _described(self, call: Call, tile: Config) -> tuple[Any, Any]:
+    def _hopper(self, call: Call, shape: Shape) -> bool:
+        """Whether hopper.py computes this: its features, tensor maps for Q too, and a Triton that has Gluon's Hopper instructions."""
+        plain = not (shape.softcap or shape.alibi or shape.bias or shape.rotary or shape.flip or shape.k_scale or shape.v_scale)
+        return (plain and self.d == self.dv and shape.out_dtype == shape.dtype and _nested(call.q)
+                and schedule.hopper_for(self.machine.arch, self.d) is not None and self.gluon() == "")
+
+    @staticmethod
+    @functools.lru_cache(maxsize=None)
+    def gluon() -> str:
+        """"" where hopper.py imports, else why it does not: Gluon is experimental, and its names move between versions."""
+        try:
+            from . import hopper  # noqa: F401
+        except Exception as exc:
+            return f"{type(exc).__name__}: {exc}"
+        return ""
+
+    def _prepare_hopper(self, shape: Shape) -> tuple:
+        config = schedule.hopper_for(self.machine.arch, self.d)
+        spec = schedule.hopper_spec(shape, config, next(n for n in (32, 128, 1024) if self.batch <= n or n == 1024))
+        kernel = _load(spec, self.index)
+        rows, pack = 64 * config.groups, schedule.packed(self.group)
+        heads = self.heads_q // pack
+        if self.total_q is None:
+            tiles = self.batch * heads * -(-self.max_q * pack // rows)
+            programs = min(tiles, self.machine.multiprocessors)
+        else:  # lengths differ: the hardware hands tiles to multiprocessors as they become free
+            tiles = programs = (self.total_q * pack // rows + self.batch) * heads
+        kv_bytes = self.max_k * 2 * self.d * shape.kv_dtype.itemsize * pack // self.group
+        group = max(1, min(self.batch * heads, (32 << 20) // max(1, kv_bytes)))
+        k_h, v_h = self.fixed[5], self.fixed[8]
+        fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, tiles, group]
+        with torch.cuda.device(self.index):
+            launch = Launch(kernel, spec, fixed, programs, self.index)
+        launch.described = functools.partial(self._described_hopper, schedule.hopper_boxes(shape, config))
+        self.described = ("hopper", config, None, schedule.Grid(programs, programs, group, 1, 1, 0, 0))
+        return launch, 0, 0, 0
+
+    def _described(self, tile: Config, call: Call, pointers: list) -> list:
+        """Pointers, with descriptors of K and V behind those to q, k and v."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         found = []
         for t in (call.k, call.v):
-            *batch, tokens, heads, d = t.shape
-            *batch_s, row, head, _ = t.stride()
-            found.append(TensorDescriptor(t, [*batch, tokens, (heads - 1) * head + d], [*batch_s, row, 1], [*(1 for _ in batch),
-                                                                                                            tile.bn, d]))
-        return tuple(found)
+            shape, strides = _rows_of_all_heads(t)
+            found.append(TensorDescriptor(t, shape, strides, [*(1 for _ in shape[2:]), tile.bn, t.shape[-1]]))
+        return [*pointers[:3], *found, *pointers[3:]]
+
+    def _described_hopper(self, boxes: tuple, call: Call, pointers: list) -> list:
+        """Descriptors in the place of pointers to q, k and v."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        layouts = [schedule.hopper_layout(len(box)) for box in boxes]
+        found = [TensorDescriptor(call.q, list(call.q.shape), list(call.q.stride()), boxes[0], layouts[0])]
+        found += [TensorDescriptor(t, *_rows_of_all_heads(t), boxes[1], layouts[1]) for t in (call.k, call.v)]
+        return [*found, *pointers[3:]]
 
     def _resident(self, kernel: Any, spec: Spec) -> int:
         """Programs that one multiprocessor holds at once."""
@@ -362,8 +416,10 @@ class Attention:
         if ready is None:
             ready = self.variants[variant] = self._prepare(call, *variant)
         launch, floats, stats, counters = ready
-        if launch.tile is not None:
-            pointers[3:3] = self._described(call, launch.tile)
+        if launch.described is not None:
+            pointers = launch.described(call, pointers)
+            if launch.spec.name == "attend_hopper":
+                numbers = (numbers[0], *numbers[3:])
         if lse is not None:
             pointers.append(lse.data_ptr())
         kept = None

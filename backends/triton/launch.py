@@ -32,7 +32,7 @@ def interpreting() -> bool:
 class Spec(NamedTuple):
     """One specialisation of a kernel: everything that its machine code depends on."""
 
-    name: str  # attend | append | merge
+    name: str  # attend | append | merge, of kernels.py; attend_hopper, of hopper.py
     types: tuple[tuple[str, str], ...]  # runtime arguments, in order: ("q", "*bf16"), ("len_q", "i32")
     constants: tuple[tuple[str, Any], ...]  # the others; None for an absent tensor
     divisible: tuple[tuple[str, int], ...]  # arguments known to be multiples of a number
@@ -42,11 +42,16 @@ class Spec(NamedTuple):
 
 def compiled(spec: Spec, target: Any = None) -> Any:
     """The compiled kernel (triton.compiler.CompiledKernel) for a target, this machine's by default."""
-    from triton.compiler import ASTSource
+    if spec.name == "attend_hopper":
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
 
-    from . import kernels
+        from . import hopper as module
+    else:
+        from triton.compiler import ASTSource as Source
 
-    fn = getattr(kernels, spec.name)
+        from . import kernels as module
+
+    fn = getattr(module, spec.name)
     index = {name: i for i, name in enumerate(fn.arg_names)}
     signature = {name: "constexpr" for name in fn.arg_names} | dict(spec.types)
     constants = {(index[name],): value for name, value in spec.constants}
@@ -54,7 +59,7 @@ def compiled(spec: Spec, target: Any = None) -> Any:
     if target is None:
         target = triton.runtime.driver.active.get_current_target()
     options = {"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True}
-    return triton.compile(ASTSource(fn, signature, constants, attrs), target=target, options=options)
+    return triton.compile(Source(fn, signature, constants, attrs), target=target, options=options)
 
 
 class Config(ctypes.Structure):
@@ -104,7 +109,7 @@ class Launch:
         self.fixed = tuple(fixed)
         self.lock = threading.Lock()
         kernel.run  # loads the binary: raises OutOfResources where it does not fit
-        self.tile: Any = None  # set by calls.py where the kernel takes tensor descriptors of this tile
+        self.described: Any = None  # set by calls.py where the kernel takes tensor descriptors: what makes them of a call
         self.driver = driver()
         descriptors = any(kind.startswith("tensordesc") for _, kind in spec.types)
         if self.driver is None or descriptors or not isinstance(kernel.function, int) or _needs_scratch(kernel.metadata):

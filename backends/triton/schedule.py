@@ -1,7 +1,7 @@
 """From a call to a launch: which mode, which blocks, how many programs; all from shapes, never from values on the device.
 
     Machine   what the device offers: architecture, multiprocessors, shared memory, which 8-bit types it converts
-    Config    block sizes, from tuning.yaml
+    Config    block sizes, from tuning.yaml; Hopper, those of hopper.py
     Shape     what a call's compiled kernel depends on; `attend_spec` turns it into a launch.Spec
 """
 
@@ -71,6 +71,17 @@ class Config(NamedTuple):
         return None
 
 
+class Hopper(NamedTuple):
+    """Blocks of hopper.py: consumer groups of 64 rows, keys a tile, tiles in a ring, registers of a consumer's thread, and whether
+    groups take turns at issuing matmuls."""
+
+    groups: int
+    bn: int
+    stages: int
+    registers: int
+    turns: int
+
+
 @functools.lru_cache(maxsize=None)
 def _tables(path: str) -> tuple[dict, ...]:
     import yaml
@@ -101,6 +112,15 @@ def configs_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> tuple[
             split = [found[4], *found[2:4]] if len(found) == 5 else splits
             return Config(*found[:4]), Config(0, *split)
     raise AssertionError(f"tuning.yaml has no table for {arch}")
+
+
+@functools.lru_cache(maxsize=None)
+def hopper_for(arch: str, head_dim: int) -> Hopper | None:
+    """Blocks of hopper.py, of the first table that names the architecture and has them for this head dim."""
+    for table in tables():
+        if head_dim in table.get("hopper", {}) and any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]):
+            return Hopper(*table["hopper"][head_dim])
+    return None
 
 
 def pow2(n: int, least: int = 1) -> int:
@@ -234,6 +254,50 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
     warps = split.warps if mode == "splits" else tile.warps
     stages = split.stages if mode == "splits" else tile.stages
     return Spec("attend", tuple(runtime), tuple(constants.items()), tuple(divisible), warps, stages)
+
+
+HOPPER_STRIDES = ("o_b", "o_s", "o_h")
+HOPPER_SIZES = ("k_h", "v_h", "batch", "heads", "len_q", "len_k", "programs", "group")
+
+
+def packed(group: int) -> int:
+    """Query heads of a kv head that hopper.py packs into a block's rows."""
+    return group if 64 % group == 0 else 1
+
+
+def hopper_boxes(s: Shape, h: Hopper) -> tuple[list[int], list[int]]:
+    """Boxes of the tensor maps of Q, and of K and V."""
+    pack = packed(s.group)
+    batch = [1] if s.layout == "dense" else []
+    return [*batch, 64 // pack, pack, s.d], [*batch, h.bn, s.d]
+
+
+def hopper_layout(rank: int):
+    """Shared memory of a box: rows of 128 bytes, swizzled."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def hopper_spec(s: Shape, h: Hopper, search: int) -> Spec:
+    """The specialisation of `attend_hopper`."""
+    kind = POINTER[s.dtype][1:]
+    described = [f"tensordesc<{kind}[{', '.join(map(str, box))}],{hopper_layout(len(box))!r}>" for box in hopper_boxes(s, h)]
+    types = {
+        "q_desc": described[0], "k_desc": described[1], "v_desc": described[1], "out": POINTER[s.out_dtype],
+        "lse": "*fp32" if s.lse else None, "used_k": s.kv_lens_dtype and POINTER[s.kv_lens_dtype],
+        "cu_q": s.cu_q_dtype and POINTER[s.cu_q_dtype], "cu_k": s.cu_k_dtype and POINTER[s.cu_k_dtype],
+        "sinks": s.sinks and POINTER[s.sinks],
+    }
+    constants = {name: None for name, kind in types.items() if not kind} | {
+        "NC": h.groups, "PACK": packed(s.group), "G": s.group, "BN": h.bn, "D": s.d, "STAGES": h.stages, "LEFT": s.left,
+        "RIGHT": s.right, "SEARCH": search, "TURNS": bool(h.turns), "CONSUMER_REGISTERS": h.registers,
+    }
+    runtime = [(name, kind) for name, kind in types.items() if kind]
+    runtime += [("scale", "fp32"), ("window_left", "i32"), ("window_right", "i32")]
+    runtime += [*((name, "i64") for name in HOPPER_STRIDES), *((name, "i32") for name in HOPPER_SIZES)]
+    divisible = (("out", 16), *((name, 8) for name in (*HOPPER_STRIDES, "k_h", "v_h")))
+    return Spec("attend_hopper", tuple(runtime), tuple(constants.items()), divisible, 4, 1)
 
 
 class Grid(NamedTuple):

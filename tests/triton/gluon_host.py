@@ -1,0 +1,267 @@
+"""Runs the Gluon kernel of hopper.py on the CPU: one thread a partition, tensors as numpy arrays, so that indices, masks and the
+protocol of barriers are tested without a GPU.
+
+Asynchronous work is made as late, and as visible, as the contract allows: a TMA load poisons its destination when it is issued and
+writes it later from another thread; a matmul reads its operands when it is waited for. A slot released too early, or read too
+early, gives NaN; a barrier that nobody completes ends in TimeoutError.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import random
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+
+SOURCE = Path(__file__).parents[2] / "backends" / "triton" / "hopper.py"
+PATIENCE = 20  # seconds
+
+
+class Tensor(np.ndarray):
+    """Values in registers; division of integers truncates, as on the device; 0-d results stay tensors."""
+
+    def __array_wrap__(self, array, context=None, return_scalar=False):
+        return np.asarray(array).view(Tensor)
+
+    def to(self, dtype):
+        return self.astype(dtype)
+
+    def __floordiv__(self, other):
+        return tensor(np.trunc(np.asarray(self) / np.asarray(other)).astype(np.asarray(self).dtype))
+
+    def __rfloordiv__(self, other):
+        return tensor(other) // self
+
+
+def tensor(x, dtype=None) -> Tensor:
+    return np.asarray(x, dtype).view(Tensor)
+
+
+class Pointer:
+    """A flat array and element offsets into it."""
+
+    def __init__(self, array: np.ndarray, at=0):
+        self.array, self.at = array, at
+
+    def __add__(self, offset):
+        return Pointer(self.array, np.asarray(self.at) + np.asarray(offset))
+
+    def __getitem__(self, index):
+        raise TypeError("pointers are offset, not indexed")
+
+
+def load(pointer: Pointer, mask=None, other=0):
+    at = np.asarray(pointer.at)
+    ok = np.broadcast_to(True if mask is None else np.asarray(mask), at.shape)
+    assert ((at >= 0) & (at < pointer.array.size))[ok].all(), "a load outside its tensor"
+    return tensor(np.where(ok, pointer.array.reshape(-1)[np.where(ok, at, 0)], other).astype(pointer.array.dtype))
+
+
+def store(pointer: Pointer, value, mask=None):
+    at = np.broadcast_to(np.asarray(pointer.at), np.shape(value))
+    ok = np.broadcast_to(True if mask is None else np.asarray(mask), at.shape)
+    assert ((at >= 0) & (at < pointer.array.size))[ok].all(), "a store outside its tensor"
+    pointer.array.reshape(-1)[at[ok]] = np.asarray(value)[ok]
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, array):
+        self.array, self.dtype, self.shape = array, array.dtype.type, array.shape
+
+    def index(self, i):
+        return self.array[int(i)].item() if self.array.dtype == object else Shared(self.array[int(i)])
+
+    def reshape(self, shape):
+        return Shared(self.array.reshape(shape))
+
+    def slice(self, start, length, dim=0):
+        assert dim == 0
+        return Shared(self.array[start : start + length])
+
+    def permute(self, order):
+        return Shared(self.array.transpose(order))
+
+    def store(self, value):
+        self.array[...] = value
+
+    def load(self, layout):
+        return tensor(self.array.copy())
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals and all expected bytes are there."""
+
+    def __init__(self):
+        self.condition, self.count, self.left, self.bytes, self.phase = threading.Condition(), 0, 0, 0, 0
+
+    def change(self, arrivals=0, by=0):
+        with self.condition:
+            self.left -= arrivals
+            self.bytes += by
+            assert self.left >= 0, "more arrivals than a barrier counts"
+            if self.left == 0 and self.bytes == 0:
+                self.left, self.phase = self.count, self.phase ^ 1
+                self.condition.notify_all()
+
+
+def init(barrier, count):
+    barrier.count = barrier.left = int(count)
+
+
+def wait(barrier, phase, pred=True, deps=()):
+    with barrier.condition:
+        if not barrier.condition.wait_for(lambda: barrier.phase != int(phase), PATIENCE):
+            raise TimeoutError("a barrier that nobody completes")
+
+
+class Descriptor:
+    """A tensor map: an array of up to four dimensions and a box."""
+
+    def __init__(self, array: np.ndarray, block_shape):
+        self.array, self.block_shape, self.dtype, self.layout = array, list(block_shape), array.dtype.type, None
+
+
+def load_tile(descriptor, coordinates, barrier, shared):
+    shared.array[...] = np.nan
+    box = np.zeros(descriptor.block_shape, descriptor.array.dtype)
+    ranges = [(int(c), min(int(c) + n, s)) for c, n, s in zip(coordinates, descriptor.block_shape, descriptor.array.shape)]
+    assert all(lo >= 0 for lo, _ in ranges)
+    if all(lo < hi for lo, hi in ranges):
+        box[tuple(slice(0, hi - lo) for lo, hi in ranges)] = descriptor.array[tuple(slice(lo, hi) for lo, hi in ranges)]
+
+    def arrive():
+        time.sleep(random.random() * 2e-3)
+        shared.array[...] = box.reshape(shared.array.shape)
+        barrier.change(by=-box.nbytes)
+
+    threading.Thread(target=arrive, daemon=True).start()
+
+
+class Product:
+    """A matmul in flight."""
+
+    def __init__(self, a, b, acc, use_acc):
+        self.parts, self.value = (a, b, acc, use_acc), None
+
+    def run(self):
+        a, b, acc, use_acc = self.parts
+        a = a.array if isinstance(a, Shared) else a
+        product = np.asarray(a, np.float32) @ np.asarray(b.array, np.float32)
+        self.value = tensor(product + np.asarray(acc) if use_acc else product)
+
+
+_here = threading.local()
+
+
+class Grid:
+    programs = 1
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    product = Product(a, b, acc, use_acc)
+    _here.__dict__.setdefault("flying", []).append(product)
+    return product
+
+
+def warpgroup_mma_wait(num_outstanding=0, deps=None):
+    flying = _here.__dict__.setdefault("flying", [])
+    while len(flying) > num_outstanding:
+        flying.pop(0).run()
+    done = [d.value if isinstance(d, Product) else d for d in deps]
+    assert all(d is not None for d in done), "a result that has not been waited for"
+    return done[0] if len(done) == 1 else tuple(done)
+
+
+def warp_specialize(partitions, warps, registers):
+    pid, failed = _here.pid, []
+
+    def run(function, arguments):
+        _here.pid = pid
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=p, daemon=True) for p in partitions]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(3 * PATIENCE)
+    if failed:
+        raise failed[0]
+    assert not any(t.is_alive() for t in threads)
+
+
+def allocate_shared_memory(dtype, shape, layout):
+    if layout == "barriers":
+        cells = np.empty(shape, object)
+        for at in itertools.product(*map(range, shape)):
+            cells[at] = Barrier()
+        return Shared(cells)
+    return Shared(np.full(shape, np.nan, dtype))
+
+
+def _modules():
+    any_layout = lambda *a, **k: None
+    both = lambda f: lambda *a: tensor(f(*a))
+    gl = types.ModuleType("triton.experimental.gluon.language")
+    gl.__dict__.update(
+        constexpr=lambda x: x, static_range=range, int32=np.int32, int64=np.int64, float32=np.float32,
+        program_id=lambda axis: tensor(_here.pid), num_programs=lambda axis: tensor(Grid.programs), num_warps=lambda: 4,
+        arange=lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)),
+        zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
+        full=lambda shape, value, dtype, layout=None: tensor(np.full(shape, value, dtype)),
+        where=both(np.where), maximum=both(np.maximum), minimum=both(np.minimum), abs=both(np.abs), floor=both(np.floor),
+        exp2=both(lambda x: np.exp2(np.asarray(x, np.float32))), log2=both(lambda x: np.log2(np.asarray(x, np.float32))),
+        max=lambda x, axis: tensor(np.asarray(x).max(axis)), sum=lambda x, axis: tensor(np.asarray(x).sum(axis)),
+        load=load, store=store, convert_layout=lambda x, layout: x, barrier=lambda: None,
+        allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
+        BlockedLayout=any_layout, SliceLayout=any_layout, DotOperandLayout=any_layout, NVMMADistributedLayout=any_layout)
+    hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
+    hopper.mbarrier = types.SimpleNamespace(
+        MBarrierLayout=lambda: "barriers", init=init, wait=wait, expect=lambda b, n, pred=True: b.change(1, int(n)),
+        arrive=lambda b, count=1, pred=True: b.change(count))
+    hopper.tma = types.SimpleNamespace(async_load=load_tile)
+    hopper.fence_async_shared = lambda: None
+    hopper.warpgroup_mma, hopper.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait
+    nvidia = types.ModuleType("triton.experimental.gluon.language.nvidia")
+    nvidia.hopper = hopper
+    gluon = types.ModuleType("triton.experimental.gluon")
+    gluon.jit, gluon.language = (lambda f: f), gl
+    gl.nvidia = nvidia
+    return {m.__name__: m for m in (gluon, gl, nvidia, hopper)}
+
+
+def kernels():
+    """hopper.py, its functions as plain Python."""
+    fake = _modules()
+    kept = {name: sys.modules.get(name) for name in fake}
+    sys.modules.update(fake)
+    try:
+        spec = importlib.util.spec_from_file_location("hopper_on_host", SOURCE)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        for name, module_ in kept.items():
+            if module_ is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module_
+    return module
+
+
+def launch(kernel, grid: int, /, **arguments) -> None:
+    """Runs all programs, one after another."""
+    Grid.programs = grid
+    with np.errstate(all="ignore"):
+        for pid in range(grid):
+            _here.pid, _here.flying = pid, []
+            kernel(**arguments)
