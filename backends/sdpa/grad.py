@@ -138,6 +138,10 @@ def _backward(q, k, v, rules, lens, out, lse, d_out, d_lse, need, limit):
                     else:
                         s = s.masked_fill(_unseen(place, j_all[c0:c1], lens[1][b], left, right)[:, None, None], -INF)
                     p = (s - row_lse).exp_()  # 0 in rows without keys, whose lse is +inf here
+                    if sinks is None and c1 - c0 == k1 - k0:
+                        # All keys at hand: a row's sum takes out what rounding lse, and s in another order than forward, put into all of it.
+                        total = p.sum(-1, keepdim=True)
+                        p.div_(total.masked_fill_(total == 0, 1.0))
                     flat = p.view(nb * nh, -1, c1 - c0)
                     dvh[:, c0:c1] += arith.product(flat.transpose(1, 2), d_rows)
                     ds = arith.product(d_rows, values.transpose(1, 2)).view(p.shape).sub_(row_delta).mul_(p)
