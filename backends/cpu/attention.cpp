@@ -3,6 +3,7 @@
 // A call is cut into tiles (some query tokens of one sequence, with all query heads of one kv head, so that K and V are
 // read once for the group) and each tile into splits of its keys, where there are too few tiles for the threads. Threads
 // take units from a counter; who finishes a tile's last split merges them, always in the same order.
+// With few rows a tile has several kv heads: where heads lie side by side, memory is then read almost in order.
 
 #include <atomic>
 #include <memory>
@@ -18,14 +19,17 @@ namespace pa {
 namespace {
 
 constexpr int64_t kInvariantSplit = 2048;  // keys of a split with batch_invariant: whatever else runs
-constexpr int64_t kLeastSplit = 512;       // fewer keys are not worth a merge
+constexpr int64_t kLeastSplit = 512;       // fewer keys, times heads, are not worth a merge
+constexpr int64_t kBlockBytes = 128 << 10;  // of K and V in a block: two blocks lie in a core's second cache
+constexpr int64_t kLeastKeys = 128;        // of a split
+constexpr int kFewRows = 16;               // at most so many rows of a kv head read K and V in place
 constexpr double kThreadNs = 20e3;         // work that waking a thread is worth
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 struct Tile {
   Sequence seq;
-  int64_t b, head;        // kv head
+  int64_t b, head, heads;  // kv heads
   int64_t first, tokens;  // query tokens of the sequence
   int64_t lo, hi;         // keys that some row sees, lo a multiple of kKeys
   int64_t step, splits;   // keys of a split
@@ -50,11 +54,28 @@ void see(const Args& a, const Sequence& x, int64_t token, int64_t& lo, int64_t& 
   if (hi < lo) hi = lo;
 }
 
+// kv heads of a tile of few rows: as many as leave each thread enough units.
+int64_t heads_at_once(const Plan& p) {
+  const Shape& s = p.s;
+  if (s.k[2] >= s.k[1] || s.v[2] >= s.v[1]) return 1;  // each head's keys lie together
+  int64_t pieces = 0;
+  for (int64_t b = 0; b < s.batch; b++) {
+    const int64_t n = sequence(s, p.a, b).there;
+    pieces += s.invariant ? (n + kInvariantSplit - 1) / kInvariantSplit : p.a.splits > 0 ? p.a.splits : (n + kLeastKeys - 1) / kLeastKeys;
+  }
+  int64_t heads = std::clamp<int64_t>(kBlockBytes / (kKeys * (s.dim + s.dim_v) * size_of(s.kv_type)), 1, s.heads_kv);
+  while (heads > 1 && p.a.threads > 1 && pieces * ((s.heads_kv + heads - 1) / heads) < 3 * p.a.threads) heads = (heads + 1) / 2;
+  return heads;
+}
+
+bool is_few(const Plan& p, const Sequence& x, int64_t tokens) { return tokens == x.len_q && tokens * p.group <= kFewRows; }
+
 void make_plan(Plan& p) {
   const Shape& s = p.s;
   double ns = 0;
   int64_t keys = 0;
   p.tiles.clear();
+  const int64_t at_once = heads_at_once(p);
   for (int64_t b = 0; b < s.batch; b++) {
     const Sequence x = sequence(s, p.a, b);
     const int64_t rows = x.len_q * p.group;
@@ -66,8 +87,9 @@ void make_plan(Plan& p) {
       see(p.a, x, end - 1, unused, hi);
       lo = lo / kKeys * kKeys;
       if (hi < lo) hi = lo;
-      for (int64_t head = 0; head < s.heads_kv; head++)
-        p.tiles.push_back({x, b, head, first, end - first, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
+      const int64_t heads = is_few(p, x, end - first) ? at_once : 1;
+      for (int64_t head = 0; head < s.heads_kv; head += heads)
+        p.tiles.push_back({x, b, head, std::min(heads, s.heads_kv - head), first, end - first, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
       const double elements = double(hi - lo) * double(s.dim + s.dim_v) * double(s.heads_kv);
       ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 12.0 : double((end - first) * p.group) / 20.0);
       keys += (hi - lo) * s.heads_kv;
@@ -82,7 +104,7 @@ void make_plan(Plan& p) {
     else if (p.a.splits > 0)
       t.step = std::max<int64_t>(up((n + p.a.splits - 1) / p.a.splits, kKeys), kKeys);
     else
-      t.step = std::max<int64_t>(kKeys, std::min(target, up(n, kKeys)));
+      t.step = std::max<int64_t>(kKeys, std::min(std::max(up(target / t.heads, kKeys), kLeastKeys), up(n, kKeys)));
     if (s.invariant) {  // splits begin at multiples of the step, wherever a window begins
       const int64_t from = t.lo / t.step * t.step;
       t.splits = n > 0 ? (t.hi - from + t.step - 1) / t.step : 1;
@@ -94,7 +116,7 @@ void make_plan(Plan& p) {
     if (t.splits > 1) {
       t.state = p.states;
       p.states += t.splits;
-      p.state_size = std::max(p.state_size, up(t.tokens * p.group, kRows) * (up(s.dim_v, kPanel) + 2));
+      p.state_size = std::max(p.state_size, t.heads * t.tokens * p.group * (up(s.dim_v, kPanel) + 2));
     }
   }
 }
@@ -111,12 +133,17 @@ struct Scratch {  // of a thread; grows and stays
   }
 };
 
+struct Block {  // pointers to the rows of a block's keys and values
+  const char* k[kKeys];
+  const char* v[kKeys];
+  int n;
+};
+
 void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& block) {
   const Shape& s = p.s;
   const Args& a = p.a;
   const int64_t size = size_of(s.kv_type);
   const char *k = static_cast<const char*>(a.k) + t.head * s.k[2] * size, *v = static_cast<const char*>(a.v) + t.head * s.v[2] * size;
-  block.first = first;
   block.n = int(std::min<int64_t>(kKeys, end - first));
   if (block.n <= 0) {
     block.n = 0;
@@ -139,21 +166,22 @@ void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& 
   }
 }
 
-void load_query(const Plan& p, const Tile& t, int64_t r, float* to) {
+// A row of q, turned if the call says so; `x` has room for whole vectors of pairs.
+void load_query(const Plan& p, const Tile& t, int64_t head, int64_t r, float* x) {
   const Shape& s = p.s;
-  const int64_t i = t.first + r / p.group, at = token(s.q, s, t.seq, t.b, i, t.head * p.group + r % p.group);
+  const int64_t i = t.first + r / p.group, at = token(s.q, s, t.seq, t.b, i, head * p.group + r % p.group);
   switch (s.q_type) {
-    case kF32: widen<F32>(static_cast<const char*>(p.a.q) + at * 4, int(s.dim), to, nullptr); break;
-    case kF16: widen<F16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), to, nullptr); break;
-    default: widen<BF16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), to, nullptr);
+    case kF32: widen<F32>(static_cast<const char*>(p.a.q) + at * 4, int(s.dim), x, nullptr); break;
+    case kF16: widen<F16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), x, nullptr); break;
+    default: widen<BF16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), x, nullptr);
   }
   const int64_t position = i + t.seq.len_k - t.seq.len_q;
-  if (p.a.cos && position >= 0) turn(to, position, s, p.a);
+  if (p.a.cos && position >= 0) turn(x, position, s, p.a);
 }
 
-Row make_row(const Plan& p, const Tile& t, int64_t r) {
+Row make_row(const Plan& p, const Tile& t, int64_t kv_head, int64_t r) {
   const Shape& s = p.s;
-  const int64_t i = t.first + r / p.group, head = t.head * p.group + r % p.group;
+  const int64_t i = t.first + r / p.group, head = kv_head * p.group + r % p.group;
   Row row{i + t.seq.len_k - t.seq.len_q, 0, 0, -kInf, 0, 0, nullptr};
   see(p.a, t.seq, i, row.lo, row.hi);
   if (p.a.alibi) row.slope = p.a.alibi[t.b * s.alibi[0] + head * s.alibi[1]];
@@ -163,9 +191,9 @@ Row make_row(const Plan& p, const Tile& t, int64_t r) {
 }
 
 // out, top and sum of a row to the caller's memory: the sink joins the denominator.
-void finish(const Plan& p, const Tile& t, int64_t r, const float* out, float top, float sum) {
+void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const float* out, float top, float sum) {
   const Shape& s = p.s;
-  const int64_t i = t.first + r / p.group, head = t.head * p.group + r % p.group;
+  const int64_t i = t.first + r / p.group, head = kv_head * p.group + r % p.group;
   float factor = 0, lse = -kInf;
   const float sink = p.a.sinks ? p.a.sinks[head] : -kInf;
   const bool empty = sum == 0 && top == -kInf;
@@ -178,111 +206,187 @@ void finish(const Plan& p, const Tile& t, int64_t r, const float* out, float top
     lse = both + std::log(total);
   }
   if (p.a.lse) p.a.lse[(t.seq.row + i) * s.heads_q + head] = lse;
-  const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, t.head));
+  const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, kv_head));
   const int64_t at = token(s.out, s, t.seq, t.b, i, head);
-  for (int64_t d = 0; d < s.dim_v; d++) put(p.a.out, at + d, empty ? 0.0f : out[d] * factor * scale, s.out_type);
+  if (empty)
+    for (int64_t d = 0; d < s.dim_v; d++) put(p.a.out, at + d, 0.0f, s.out_type);
+  else
+    put_row(p.a.out, at, out, s.dim_v, factor * scale, s.out_type);
 }
 
-void merge(const Plan& p, const Tile& t, float* states, Scratch& scratch) {
-  const int64_t rows = t.tokens * p.group, padded = up(rows, kRows), stride = up(p.s.dim_v, kPanel);
+// A split's state: out of its rows, then top and sum of each.
+void merge(const Plan& p, const Tile& t, const float* states, Scratch& scratch) {
+  const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel);
   float* out = scratch.take(stride);
   for (int64_t r = 0; r < rows; r++) {
     float top = -kInf, sum = 0;
     auto state = [&](int64_t i) { return states + (t.state + i) * p.state_size; };
-    for (int64_t i = 0; i < t.splits; i++) top = std::max(top, state(i)[padded * stride + 2 * r]);
+    for (int64_t i = 0; i < t.splits; i++) top = std::max(top, state(i)[rows * stride + 2 * r]);
     const float base = top == -kInf ? 0.0f : top;
     std::fill(out, out + stride, 0.0f);
     for (int64_t i = 0; i < t.splits; i++) {
-      const float *o = state(i) + r * stride, *last = state(i) + padded * stride + 2 * r;
+      const float *o = state(i) + r * stride, *last = state(i) + rows * stride + 2 * r;
       const float weight = std::exp(last[0] - base);
       sum += last[1] * weight;
-      for (int64_t d = 0; d < stride; d++) out[d] += o[d] * weight;
+      for (int64_t d = 0; d < stride; d += kLanes) store(out + d, load(out + d) + load(o + d) * weight);
     }
-    finish(p, t, r, out, top, sum);
+    finish(p, t, t.head + r / per_head, r % per_head, out, top, sum);
   }
 }
 
-void run_unit(const Plan& p, const Tile& t, int64_t split, float* states, Scratch& scratch) {
-  const Shape& s = p.s;
-  const Kernels& kernel = kernels(s.kv_type);
-  const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group);
-  const bool few = rows <= kFewRows && t.tokens == t.seq.len_q;
-  const int bunch = few ? kBunch : kRows, padded = int(up(rows, bunch));
-  const int64_t q_stride = up(dim, kLanes) + kLanes, o_stride = up(dim_v, kPanel);
-  const int64_t q_size = up(padded * q_stride, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kKeys;
-  const int64_t k_size = few ? 0 : int64_t(kKeys) * dim, v_size = few ? 0 : kKeys * o_stride, wide_size = few ? 0 : 8 * up(dim + kLanes, 8);
-  float* q = scratch.take(q_size + o_size + s_size + k_size + v_size + wide_size + up(padded, 16));
-  float *out = q + q_size, *score = out + o_size, *keys = score + s_size, *values = keys + k_size, *wide = values + v_size, *old = wide + wide_size;
-  std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
-  scratch.rows.resize(size_t(padded));
-  Row* row = scratch.rows.data();
-  for (int r = 0; r < padded; r++) {
-    if (r < rows) load_query(p, t, r, q + r * q_stride);
-    row[r] = r < rows ? make_row(p, t, r) : Row{0, 0, 0, -kInf, 0, 0, nullptr};
-  }
-  const Logit logit{float(p.a.scale * scale_of(p.a.k_scales, p.a.k_scale, s.k_scale, t.b, t.head)), float(p.a.softcap), s.bias_type, s.bias[3]};
-
-  int64_t begin = (s.invariant ? t.lo / t.step * t.step : t.lo) + split * t.step;
-  const int64_t end = std::min(begin + t.step, t.hi);
-  begin = std::max(begin, t.lo);
-  Block blocks[2];
-  find_keys(p, t, begin, end, blocks[0]);
-  for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
-    const Block& now = blocks[turn];
-    Block& next = blocks[turn ^ 1];
-    if (few) {
-      find_keys(p, t, first + kKeys, end, next);
-      for (int r = 0; r < padded; r += kBunch) {
-        int from = kKeys, to = 0;
-        for (int i = r; i < r + kBunch && i < rows; i++) {
-          from = std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0));
-          to = std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, now.n));
-        }
-        if (to <= from) continue;
-        kernel.scores(now, next, q + r * q_stride, int(q_stride), dim, score, p.a.values);
-        for (int i = 0; i < kBunch; i++) old[i] = softmax(score + i * kKeys, 0, kKeys, first, row[r + i], logit);
-        kernel.values(now, next, from, to, score, old, out + r * o_stride, int(o_stride), dim_v, p.a.values);
-      }
-      continue;
-    }
-    if (first > begin) find_keys(p, t, first, end, blocks[turn]);
-    kernel.keys_to_panels(now, dim, keys, wide, p.a.values);
-    kernel.values_to_panels(now, dim_v, values, p.a.values);
-    auto range = [&](int r, int& from, int& to) {  // keys of this block that a bunch of rows sees
-      from = kKeys, to = 0;
-      for (int i = r; i < r + kRows && i < rows; i++) {
-        from = std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0));
-        to = std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, now.n));
-      }
-    };
-    for (int c = 0; c < kKeys; c += kPanel)
-      for (int r = 0; r < padded; r += kRows) {
-        int from, to;
-        range(r, from, to);
-        if (c < to && c + kPanel > from) tile(q + r * q_stride, q_stride, keys + int64_t(c) * dim, dim, score + r * kKeys + c, kKeys, nullptr);
-      }
-    for (int r = 0; r < rows; r++) old[r] = softmax(score + r * kKeys, 0, kKeys, first, row[r], logit);
-    for (int r = rows; r < padded; r++) {
-      old[r] = 0;
-      std::memset(score + r * kKeys, 0, kKeys * sizeof(float));
-    }
-    for (int c = 0; c < dim_v; c += kPanel)
-      for (int r = 0; r < padded; r += kRows) {
-        int from, to;
-        range(r, from, to);
-        if (to > from)
-          tile(score + r * kKeys + from, kKeys, values + int64_t(c) * kKeys + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
-      }
-  }
-
+// Results of a unit: to the caller if it is all of its tile, else to its state.
+void hand_over(const Plan& p, const Tile& t, int64_t split, const float* out, const Row* row, float* states) {
+  const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel);
   if (t.splits == 1) {
-    for (int r = 0; r < rows; r++) finish(p, t, r, out + r * o_stride, row[r].top, row[r].sum);
+    for (int64_t r = 0; r < rows; r++) finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top, row[r].sum);
     return;
   }
   float* state = states + (t.state + split) * p.state_size;
-  std::memcpy(state, out, size_t(rows * o_stride) * sizeof(float));
-  float* last = state + up(rows, kRows) * o_stride;
-  for (int r = 0; r < rows; r++) last[2 * r] = row[r].top, last[2 * r + 1] = row[r].sum;
+  std::memcpy(state, out, size_t(rows * stride) * sizeof(float));
+  float* last = state + rows * stride;
+  for (int64_t r = 0; r < rows; r++) last[2 * r] = row[r].top, last[2 * r + 1] = row[r].sum;
+}
+
+Logit logit_of(const Plan& p, const Tile& t, int64_t head) {
+  const Shape& s = p.s;
+  return {float(p.a.scale * scale_of(p.a.k_scales, p.a.k_scale, s.k_scale, t.b, head)), float(p.a.softcap), s.bias_type, s.bias[3]};
+}
+
+// Keys of a block, from its first, that rows [r, r + n) see.
+struct Seen {
+  int from = kKeys, to = 0;
+  Seen(const Row* row, int64_t n, int64_t first, int keys) {
+    for (int64_t i = 0; i < n; i++) {
+      from = int(std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0)));
+      to = int(std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, keys)));
+    }
+  }
+};
+
+void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
+  const Shape& s = p.s;
+  const Kernels& kernel = kernels(s.kv_type);
+  const int dim = int(s.dim), dim_v = int(s.dim_v), per_head = int(t.tokens * p.group), rows = int(t.heads) * per_head;
+  const int64_t size = size_of(s.kv_type), k_step = s.k[2] * size, v_step = s.v[2] * size;  // bytes from head to head
+  const int64_t q_places = up(dim, kWide) / (kernel.pairs ? 2 : 1), o_stride = up(dim_v, kPanel);
+  const int64_t q_size = up(rows * q_places, 16), o_size = up(rows * o_stride, 16), s_size = kBunch * kKeys;
+  float* q = scratch.take(q_size + o_size + s_size + s_size / 2 + up(dim, kWide));
+  float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *wide = pairs + s_size / 2;
+  std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
+  scratch.rows.resize(size_t(rows));
+  Row* row = scratch.rows.data();
+  for (int r = 0; r < rows; r++) {
+    load_query(p, t, t.head + r / per_head, r % per_head, wide);
+    kernel.query(wide, dim, q + r * q_places);
+    row[r] = make_row(p, t, t.head + r / per_head, r % per_head);
+  }
+
+  Block blocks[2];
+  find_keys(p, t, begin, end, blocks[0]);
+  for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
+    const Block &now = blocks[turn], &next = blocks[turn ^ 1];
+    find_keys(p, t, first + kKeys, end, blocks[turn ^ 1]);
+    Ahead k_ahead{next.k, next.n, (t.heads - 1) * k_step + dim * size}, v_ahead{next.v, next.n, (t.heads - 1) * v_step + dim_v * size};
+    for (int h = 0; h < t.heads; h++) {
+      const Rows k{now.k, h * k_step, now.n}, v{now.v, h * v_step, now.n};
+      const Logit logit = logit_of(p, t, t.head + h);
+      for (int r = h * per_head, bunch; r < (h + 1) * per_head; r += bunch) {
+        bunch = std::min(kBunch, (h + 1) * per_head - r);
+        const Seen seen(row + r, bunch, first, now.n);
+        if (seen.to <= seen.from) continue;
+        kernel.scores[bunch - 1](k, k_ahead, q + r * q_places, int(kernel.pairs ? 2 * q_places : q_places), dim, score, p.a.values);
+        float old[kBunch];
+        for (int i = 0; i < bunch; i++) old[i] = softmax(score + i * kKeys, first, row[r + i], logit);
+        if (kernel.pairs) to_bf16_row(score, bunch * kKeys, reinterpret_cast<uint16_t*>(pairs));
+        kernel.values[bunch - 1](v, v_ahead, seen.from, seen.to, kernel.pairs ? pairs : score, old, out + r * o_stride, int(o_stride), dim_v, p.a.values);
+      }
+    }
+  }
+  kernel.restore(out, rows * o_stride);
+  hand_over(p, t, split, out, row, states);
+}
+
+void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
+  const Shape& s = p.s;
+  const Kernels& kernel = kernels(s.kv_type);
+  const bool tiles = kTiles && kernel.pairs;
+  const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), bunch = tiles ? 16 : kRows, padded = int(up(rows, bunch));
+  const int depth = kernel.pairs ? 2 : 1, places = kernel.places(dim);
+  const int64_t q_places = up(dim, kWide) / depth + kLanes, o_stride = up(dim_v, kPanel);  // kLanes more: rows not a power of two apart
+  const int64_t q_size = up(padded * q_places, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kKeys, p_size = kernel.pairs ? s_size / 2 : 0;
+  const int64_t k_size = int64_t(kKeys) * places, v_size = kKeys / depth * o_stride, wide_size = 8 * up(dim, 16);
+  float* q = scratch.take(q_size + o_size + s_size + p_size + k_size + v_size + wide_size + up(padded, 16));
+  float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *keys = pairs + p_size, *values = keys + k_size, *wide = values + v_size;
+  float *old = wide + wide_size, *weights = kernel.pairs ? pairs : score;
+  const int64_t w_stride = kKeys / depth;
+  std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
+  scratch.rows.resize(size_t(rows));
+  Row* row = scratch.rows.data();
+  for (int r = 0; r < rows; r++) {
+    float* to = q + r * q_places;
+    load_query(p, t, t.head, r, kernel.pairs ? wide : to);
+    if (kernel.pairs) to_bf16_row(wide, dim, reinterpret_cast<uint16_t*>(to));
+    row[r] = make_row(p, t, t.head, r);
+  }
+  for (int r = rows; r < padded; r++) old[r] = 0;
+  std::memset(score + rows * kKeys, 0, size_t(padded - rows) * kKeys * sizeof(float));
+  const Logit logit = logit_of(p, t, t.head);
+
+  Block block;
+  for (int64_t first = begin; first < end; first += kKeys) {
+    find_keys(p, t, first, end, block);
+    kernel.keys_to_panels({block.k, 0, block.n}, dim, keys, wide, p.a.values);
+    kernel.values_to_panels({block.v, 0, block.n}, dim_v, values, p.a.values);
+    if (tiles) {
+      [[maybe_unused]] const TileUnit unit;
+      for (int c = 0; c < kKeys; c += kPanel)
+        for (int r = 0; r < padded; r += 32) {
+          const Seen seen(row + r, std::min(32, rows - r), first, block.n);
+          if (c < seen.to && c + kPanel > seen.from)
+            tile_product(std::min(32, padded - r), q + r * q_places, q_places * 4, keys + int64_t(c) * places, places / 16, score + r * kKeys + c,
+                         kKeys * 4, false);
+        }
+    } else {
+      for (int c = 0; c < kKeys; c += kPanel)
+        for (int r = 0; r < padded; r += kRows) {
+          const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
+          if (c < seen.to && c + kPanel > seen.from)
+            kernel.product(q + r * q_places, q_places, keys + int64_t(c) * places, places, score + r * kKeys + c, kKeys, nullptr);
+        }
+    }
+    for (int r = 0; r < rows; r++) old[r] = softmax(score + r * kKeys, first, row[r], logit);
+    if (kernel.pairs) to_bf16_row(score, padded * kKeys, reinterpret_cast<uint16_t*>(pairs));
+    if (tiles) {
+      for (int r = 0; r < rows; r++)
+        if (old[r] != 1.0f)
+          for (int64_t d = 0; d < o_stride; d += kLanes) store(out + r * o_stride + d, load(out + r * o_stride + d) * old[r]);
+      [[maybe_unused]] const TileUnit unit;
+      for (int c = 0; c < dim_v; c += kPanel)
+        for (int r = 0; r < padded; r += 32) {
+          const Seen seen(row + r, std::min(32, rows - r), first, block.n);
+          const int from = seen.from / 32, to = (seen.to + 31) / 32;
+          if (to > from)
+            tile_product(std::min(32, padded - r), weights + r * w_stride + from * 16, w_stride * 4, values + c * w_stride + from * 16 * kPanel, to - from,
+                         out + r * o_stride + c, o_stride * 4, true);
+        }
+    } else {
+      for (int c = 0; c < dim_v; c += kPanel)
+        for (int r = 0; r < padded; r += kRows) {
+          const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
+          const int from = seen.from / depth, to = (seen.to + depth - 1) / depth;
+          if (seen.to > seen.from)
+            kernel.product(weights + r * w_stride + from, w_stride, values + c * w_stride + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
+        }
+    }
+  }
+  if (kernel.pairs) restore(out, padded * o_stride);
+  hand_over(p, t, split, out, row, states);
+}
+
+void run_unit(const Plan& p, const Tile& t, int64_t split, float* states, Scratch& scratch) {
+  const int64_t begin = (p.s.invariant ? t.lo / t.step * t.step : t.lo) + split * t.step;
+  const auto run = is_few(p, t.seq, t.tokens) ? run_few : run_many;
+  run(p, t, std::max(begin, t.lo), std::min(begin + t.step, t.hi), split, states, scratch);
 }
 
 Scratch& scratch() {

@@ -1,7 +1,7 @@
-"""The kernels as a library: compiled at first use by the system's C++ compiler for one instruction set, then from the cache.
+"""The kernels as a library for one instruction set: prebuilt (cmake/cpu.py), or compiled at first use by the system's C++ compiler.
 
-The cache is that of portattn.codeobjects, with its checks: a private folder, hashes, whole files or none. The file
-is keyed by sources, flags and compiler. Nothing here runs at import.
+What is compiled is kept in the cache of portattn.codeobjects, with its checks: a private folder, hashes, whole files or none.
+The file is keyed by sources, flags and compiler. Nothing here runs at import.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -24,27 +25,59 @@ from portattn.capability import Reason
 from portattn.device import cpu_arch
 from portattn.errors import KernelError
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-fno-math-errno", "-fno-trapping-math",
-          "-ffp-contract=fast")
-# Instruction sets and the flags that choose them in vec.h. avx512 was compiled, but never run: only PORTATTN_CPU_ISA selects it.
-_SETS = {
-    "portable": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
-}
+from . import sets
+
+_PREBUILT = os.path.join(os.path.dirname(codeobjects.__file__), "kernels", "cpu")
+_RUN = ("portable", "avx2", "neon")  # sets whose tests have passed on a CPU that has them; the others only by PORTATTN_CPU_ISA
 _lock = threading.Lock()
 
 
+@functools.lru_cache(maxsize=None)
 def able() -> tuple[str, ...]:
     """Instruction sets that this machine has, the best last."""
-    found = torch.backends.cpu.get_cpu_capability() if cpu_arch() == "x86_64" else ""
-    return ("portable", *(("avx2",) if found in ("AVX2", "AVX512") else ()), *(("avx512",) if found == "AVX512" else ()))
+    arch = cpu_arch()
+    if arch == "aarch64":
+        return ("neon", *(("neon_bf16",) if "bf16" in _flags() else ()))
+    found = torch.backends.cpu.get_cpu_capability() if arch == "x86_64" else ""
+    sets = ["portable"]
+    if found in ("AVX2", "AVX512"):
+        sets.append("avx2")
+    if found == "AVX512":
+        sets.append("avx512")
+        if "avx512_bf16" in _flags():
+            sets.append("avx512_bf16")
+            if {"amx_tile", "amx_bf16"} <= _flags() and _tiles_granted():
+                sets.append("amx")
+    return tuple(sets)
+
+
+@functools.lru_cache(maxsize=None)
+def _flags() -> frozenset[str]:
+    """What /proc/cpuinfo says of the first CPU; on macOS what sysctl says of bfloat16."""
+    if sys.platform == "darwin":
+        value, size = ctypes.c_int(), ctypes.c_size_t(4)
+        missing = ctypes.CDLL(None).sysctlbyname(b"hw.optional.arm.FEAT_BF16", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+        return frozenset({"bf16"} if not missing and value.value else ())
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+            for line in f:
+                name, _, words = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return frozenset(words.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _tiles_granted() -> bool:
+    """Whether Linux lets this process use AMX's tiles: it has to be asked once, and its later threads and children may too."""
+    arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(arch_prctl, req_xcomp_perm, xtiledata) == 0
 
 
 def chosen() -> str:
     """PORTATTN_CPU_ISA, or the best set of this machine that has been run; not checked."""
-    return config.get("PORTATTN_CPU_ISA").strip().lower() or ("avx2" if "avx2" in able() else "portable")
+    return config.get("PORTATTN_CPU_ISA").strip().lower() or [name for name in able() if name in _RUN][-1]
 
 
 def _compiler() -> list[str] | None:
@@ -56,24 +89,49 @@ def _compiler() -> list[str] | None:
     return None
 
 
-def _sources() -> dict[str, bytes]:
-    return {name: _read(os.path.join(_HERE, name)) for name in sorted(os.listdir(_HERE)) if name.endswith((".h", ".cpp"))}
-
-
 def _read(path: str) -> bytes:
     with open(path, "rb") as f:
         return f.read()
 
 
+@functools.lru_cache(maxsize=None)
+def _prebuilt_index() -> dict:
+    """kernels/cpu/index.json of the wheel: {"source": hash, "objects": {"linux-x86_64": {isa: {"file", "sha256"}}}}."""
+    path = os.path.join(_PREBUILT, "index.json")
+    try:
+        index = json.loads(_read(path))
+    except OSError:
+        return {}
+    except ValueError as exc:
+        codeobjects._note(path, f"{path} is not JSON: {exc}")
+        return {}
+    if index.get("source") != sets.source_hash():
+        codeobjects._note(path, "the prebuilt CPU kernels are of other sources than those beside them and are not used")
+        return {}
+    return index.get("objects", {}).get(sets.system(), {})
+
+
+def _prebuilt(isa: str) -> bytes | None:
+    if (entry := _prebuilt_index().get(isa)) is None:
+        return None
+    path = os.path.join(_PREBUILT, entry["file"])
+    try:
+        image = _read(path)
+    except OSError as exc:
+        codeobjects._note(path, f"{path}: {exc.strerror}")
+        return None
+    if hashlib.sha256(image).hexdigest() != entry["sha256"]:
+        codeobjects._note(path, f"{path}: its hash is not the index's; it is not used")
+        return None
+    return image
+
+
 def _key(isa: str, compiler: tuple[str, ...]) -> str:
     """A name in the cache. The compiler counts by its file, so that no process has to start it only to ask its version."""
-    digest = hashlib.sha256()
-    for name, text in _sources().items():
-        digest.update(name.encode() + b"\0" + text + b"\0")
     file = os.path.realpath(compiler[0])
     status = os.stat(file)
-    digest.update(repr((*_FLAGS, *_SETS[isa], *compiler, file, status.st_size, status.st_mtime_ns)).encode())
-    return f"cpu-{isa}.{digest.hexdigest()[:32]}"
+    text = repr((sets.source_hash(), sets.SETS[isa], *compiler, file, status.st_size, status.st_mtime_ns))
+    return f"cpu-{isa}.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
@@ -84,9 +142,9 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
     try:
         with tempfile.TemporaryDirectory() as folder:
             target = os.path.join(folder, "attention.so")
-            command = [*compiler, *_FLAGS, *_SETS[isa], "-o", target, os.path.join(_HERE, "attention.cpp")]
             try:
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=600)
+                done = subprocess.run(sets.command(list(compiler), isa, target), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                      errors="replace", timeout=600)
             except (OSError, subprocess.TimeoutExpired) as exc:
                 raise KernelError(f"{compiler[0]} cannot compile the CPU kernels: {exc}") from None
             if done.returncode or not os.path.exists(target):
@@ -111,7 +169,12 @@ def _open(image: bytes) -> ctypes.CDLL:
 
 
 @functools.lru_cache(maxsize=None)
-def _load(isa: str, compiler: tuple[str, ...]) -> ctypes.CDLL:
+def _load(isa: str, compiler: tuple[str, ...] | None) -> ctypes.CDLL:
+    if compiler is None:
+        image = _prebuilt(isa)
+        if image is None:
+            raise KernelError(f"the prebuilt CPU kernels for {isa} cannot be used: {'; '.join(codeobjects.notes())}")
+        return _open(image)
     name = _key(isa, compiler)
     image = codeobjects._cached(name)
     if image is None:
@@ -120,14 +183,19 @@ def _load(isa: str, compiler: tuple[str, ...]) -> ctypes.CDLL:
     return _open(image)
 
 
+def _maker(isa: str) -> tuple[str, ...] | None:
+    """The compiler's command, or None where a prebuilt library serves."""
+    return None if isa in _prebuilt_index() else tuple(_compiler() or ())
+
+
 def missing() -> Reason | None:
     """Why there can be no library; None where there is one, or a compiler to make it. Compiles nothing."""
     isa = chosen()
-    if isa not in _SETS:
-        return Reason("isa", "|".join(_SETS), isa, "unset PORTATTN_CPU_ISA")
+    if isa not in sets.SETS:
+        return Reason("isa", "|".join(sets.SETS), isa, "unset PORTATTN_CPU_ISA")
     if isa not in able():
         return Reason("isa", isa, f"a CPU with {'|'.join(able())}", "unset PORTATTN_CPU_ISA")
-    if _compiler() is None:
+    if isa not in _prebuilt_index() and _compiler() is None:
         return Reason("compiler", "a C++ compiler ($CXX, c++, g++ or clang++)", "none", "install one: apt install g++, xcode-select --install")
     return None
 
@@ -137,12 +205,15 @@ def library() -> ctypes.CDLL:
     if no := missing():
         raise KernelError(f"no CPU kernels: {no}")
     with _lock:
-        return _load(chosen(), tuple(_compiler()))
+        return _load(chosen(), _maker(chosen()))
 
 
 def identity() -> str:
     """What kernels there are or would be: instruction set, sources, flags and compiler."""
-    return chosen() if missing() else _key(chosen(), tuple(_compiler()))
+    if missing():
+        return chosen()
+    maker = _maker(chosen())
+    return f"{chosen()} prebuilt {sets.source_hash()}" if maker is None else _key(chosen(), maker)
 
 
 def _forget_after_fork() -> None:

@@ -9,20 +9,26 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace pa {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(PA_EMULATED)  // emulated: units that this CPU lacks, in plain C++ (tests/cpu/emulated.h)
 constexpr int kLanes = 16;
-constexpr int kRows = 12;  // rows of a register tile: 24 of 32 registers hold sums
+constexpr bool kManyRegisters = true;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
-constexpr int kRows = 6;  // 12 of 16 registers
+constexpr bool kManyRegisters = false;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;
+constexpr bool kManyRegisters = true;
 #else
-constexpr int kLanes = 4;  // SSE2 and NEON: the widest that every x86-64 and every Armv8 has
-constexpr int kRows = 6;
+constexpr int kLanes = 4;  // SSE2: the widest that every x86-64 has
+constexpr bool kManyRegisters = false;
 #endif
+constexpr int kRows = kManyRegisters ? 12 : 6;  // rows of a register tile: 24 of 32 registers hold sums, or 12 of 16
 constexpr int kPanel = 2 * kLanes;  // columns of a register tile
 constexpr int kKeys = 64;           // keys of one softmax step
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -64,8 +70,10 @@ struct BF16 {
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(__aarch64__) && !defined(PA_EMULATED)
+    return (vf)vshll_n_u16(vld1_u16(p), 16);
 #else
-    vi x;
+    vi x{};
     for (int i = 0; i < kLanes; i++) x[i] = int32_t(uint32_t(p[i]) << 16);
     return (vf)x;
 #endif
@@ -92,8 +100,10 @@ struct F16 {
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__) && defined(__AVX2__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__) && !defined(PA_EMULATED)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
-    vf x;
+    vf x{};
     for (int i = 0; i < kLanes; i++) x[i] = half_to_float(p[i]);
     return x;
 #endif
@@ -104,7 +114,7 @@ struct F16 {
 struct F8 {  // any 8-bit type: the table has its 256 values
   using T = uint8_t;
   static vf load(const T* p, const float* table) {
-    vf x;
+    vf x{};
     for (int i = 0; i < kLanes; i++) x[i] = table[p[i]];
     return x;
   }
@@ -116,6 +126,14 @@ inline vf load_part(const typename E::T* p, int n, const float* table) {  // lan
   vf x{};
   for (int i = 0; i < n; i++) x[i] = E::one(p + i, table);
   return x;
+}
+
+template <class E>
+void widen(const char* row, int dim, float* to, const float* table) {  // to whole vectors, zeros behind
+  const auto* p = (const typename E::T*)row;
+  int d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(to + d, E::load(p + d, table));
+  if (d < dim) store(to + d, load_part<E>(p + d, dim - d, table));
 }
 
 enum Type : int64_t { kF32 = 0, kF16 = 1, kBF16 = 2, kF8 = 3, kBool = 4 };
@@ -151,6 +169,38 @@ inline void put(void* base, int64_t i, float x, int64_t type) {
     static_cast<float*>(base)[i] = x;
   else
     static_cast<uint16_t*>(base)[i] = type == kF16 ? to_half(x) : to_bf16(x);
+}
+
+// x[0, n) times a factor to consecutive elements of a float32, float16 or bfloat16 row.
+inline void put_row(void* base, int64_t at, const float* x, int64_t n, float factor, int64_t type) {
+  int64_t d = 0;
+  if (type == kF32) {
+    for (float* to = static_cast<float*>(base) + at; d + kLanes <= n; d += kLanes) store(to + d, load(x + d) * factor);
+  } else {
+    uint16_t* to = static_cast<uint16_t*>(base) + at;
+    for (; d + kLanes <= n; d += kLanes) {
+      const vf y = load(x + d) * factor;
+#if defined(__AVX512F__)
+      if (type == kF16) {
+        _mm256_storeu_si256((__m256i*)(to + d), _mm512_cvtps_ph((__m512)y, 0));
+        continue;
+      }
+#elif defined(__F16C__) && defined(__AVX2__)
+      if (type == kF16) {
+        _mm_storeu_si128((__m128i*)(to + d), _mm256_cvtps_ph((__m256)y, 0));
+        continue;
+      }
+#endif
+      if (type == kF16) {
+        for (int i = 0; i < kLanes; i++) to[d + i] = to_half(y[i]);
+      } else {
+        const vi bits = (vi)y, even = bits + 0x7fff + ((bits >> 16) & 1);
+        const vi rounded = ((vi)select(y == y, (vf)even, fill(as_float(0x7fc00000))) >> 16) & 0xffff;
+        for (int i = 0; i < kLanes; i++) to[d + i] = uint16_t(rounded[i]);
+      }
+    }
+  }
+  for (; d < n; d++) put(base, at + d, x[d] * factor, type);
 }
 
 // ---------------------------------------------------------------- functions
@@ -191,18 +241,48 @@ inline float sum(vf x) {
   return total;
 }
 
-inline void sums4(vf a, vf b, vf c, vf d, float* to) {  // the sums of the lanes of four vectors
+// to[r * stride + k] = the sum of the lanes of x[k * R + r], for K vectors of each of R rows.
+template <int K, int R>
+inline void sums(const vf (&x)[K * R], float* to, int stride) {
 #if defined(__AVX512F__)
-  auto fold = [](vf x) { return _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1))); };
-  const __m256 e = fold(a), f = fold(b), g = fold(c), h = fold(d);
+  static_assert(K == 4, "a tree of 16 vectors");
+  auto at = [&](int i) { return i % 4 < R ? (__m512)x[i / 4 * R + i % 4] : _mm512_setzero_ps(); };  // of key i / 4, row i % 4
+  __m512 z[4];  // z[k]: 128-bit lane r has four parts of key k, row r
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    auto halves = [&](int i) {
+      return _mm512_add_ps(_mm512_shuffle_f32x4(at(i), at(i + 1), 0x44), _mm512_shuffle_f32x4(at(i), at(i + 1), 0xee));
+    };
+    const __m512 a = halves(4 * k), b = halves(4 * k + 2);
+    z[k] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  const __m512d a = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(z[0], z[1]), _mm512_unpackhi_ps(z[0], z[1])));
+  const __m512d b = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(z[2], z[3]), _mm512_unpackhi_ps(z[2], z[3])));
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  _mm_storeu_ps(to, _mm512_castps512_ps128(all));
+  if (R > 1) _mm_storeu_ps(to + stride, _mm512_extractf32x4_ps(all, 1));
+  if (R > 2) _mm_storeu_ps(to + 2 * stride, _mm512_extractf32x4_ps(all, 2));
+  if (R > 3) _mm_storeu_ps(to + 3 * stride, _mm512_extractf32x4_ps(all, 3));
 #elif defined(__AVX2__)
-  const __m256 e = (__m256)a, f = (__m256)b, g = (__m256)c, h = (__m256)d;
-#endif
-#if defined(__AVX2__)
-  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(e, f), _mm256_hadd_ps(g, h));
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+  static_assert(K == 2, "pairs of keys");
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r += 2) {  // two rows of two keys
+    const int odd = r + 1 < R ? 1 : 0;
+    const __m256 a = _mm256_hadd_ps((__m256)x[r], (__m256)x[R + r]), b = _mm256_hadd_ps((__m256)x[r + odd], (__m256)x[R + r + odd]);
+    const __m256 c = _mm256_hadd_ps(a, b);
+    const __m128 all = _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1));
+    _mm_storel_pi((__m64*)(to + r * stride), all);
+    if (odd) _mm_storeh_pi((__m64*)(to + (r + 1) * stride), all);
+  }
+#elif defined(__aarch64__) && !defined(PA_EMULATED)
+  static_assert(K == 4, "four keys fill a vector");
+  for (int r = 0; r < R; r++) {
+    const float32x4_t a = vpaddq_f32((float32x4_t)x[r], (float32x4_t)x[R + r]);
+    vst1q_f32(to + r * stride, vpaddq_f32(a, vpaddq_f32((float32x4_t)x[2 * R + r], (float32x4_t)x[3 * R + r])));
+  }
 #else
-  to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
+  for (int k = 0; k < K; k++)
+    for (int r = 0; r < R; r++) to[r * stride + k] = sum(x[k * R + r]);
 #endif
 }
 

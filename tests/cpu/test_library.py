@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+import json
 import subprocess
 
 import pytest
@@ -12,6 +15,7 @@ import portattn
 from portattn import codeobjects, registry
 
 library = importlib.import_module("portattn.backends.cpu.library")
+REAL_INDEX = library._prebuilt_index.__wrapped__
 
 
 @pytest.fixture
@@ -27,6 +31,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_compile", compile_)
     monkeypatch.setattr(library, "_open", lambda image: image)
     monkeypatch.delenv("PORTATTN_CPU_ISA", raising=False)
+    monkeypatch.setattr(library, "_prebuilt_index", dict)
     library._load.cache_clear()
     registry.forget()
     yield commands
@@ -43,7 +48,7 @@ def test_compiled_once_then_read_from_the_cache(fresh):
 def test_another_compiler_or_another_source_compiles_again(fresh, monkeypatch):
     library.library()
     library._load.cache_clear()
-    monkeypatch.setattr(library, "_sources", lambda: {"attention.cpp": b"another"})
+    monkeypatch.setattr(library.sets, "source_hash", lambda: "another")
     library.library()
     library._load.cache_clear()
     found = library._compiler()
@@ -73,7 +78,7 @@ def test_a_compiler_that_fails_is_a_reason_with_its_words(monkeypatch):
 def test_an_unknown_instruction_set_is_a_reason_that_lists_those_that_exist(fresh, monkeypatch, name):
     monkeypatch.setenv("PORTATTN_CPU_ISA", name)
     found = library.missing()
-    assert found.code == "isa" and found.need == "portable|avx2|avx512" and found.have == name
+    assert found.code == "isa" and found.need == "|".join(library.sets.SETS) and found.have == name
 
 
 def test_an_instruction_set_that_the_machine_lacks_is_never_loaded(fresh, monkeypatch):
@@ -94,3 +99,37 @@ def test_a_folder_that_others_can_write_to_is_not_used(fresh, tmp_path):
 
 def test_a_probe_compiles_nothing(fresh):
     assert registry.probe("cpu", "cpu") == () and not fresh
+
+
+@pytest.fixture
+def prebuilt(fresh, monkeypatch, tmp_path):
+    """A folder as cmake/cpu.py leaves it, with one library of these sources."""
+    isa = library.chosen()
+    (tmp_path / "kernel.so").write_bytes(b"prebuilt")
+    entry = {"file": "kernel.so", "sha256": hashlib.sha256(b"prebuilt").hexdigest()}
+    index = {"source": library.sets.source_hash(), "objects": {library.sets.system(): {isa: entry}}}
+    monkeypatch.setattr(library, "_PREBUILT", str(tmp_path))
+    monkeypatch.setattr(library, "_prebuilt_index", library_index := functools.lru_cache(maxsize=None)(REAL_INDEX))
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    yield tmp_path
+    library_index.cache_clear()
+
+
+def test_a_prebuilt_library_needs_no_compiler(fresh, prebuilt, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert library.missing() is None and library.library() == b"prebuilt" and not fresh
+    assert "prebuilt" in library.identity()
+
+
+def test_a_prebuilt_library_of_other_sources_is_not_used(fresh, prebuilt):
+    index = json.loads((prebuilt / "index.json").read_text())
+    (prebuilt / "index.json").write_text(json.dumps(index | {"source": "another"}))
+    assert library.library() == b"library" and len(fresh) == 1
+    assert any("other sources" in note for note in codeobjects.notes())
+
+
+def test_a_prebuilt_library_that_was_changed_is_never_loaded(fresh, prebuilt):
+    (prebuilt / "kernel.so").write_bytes(b"changed!")
+    with pytest.raises(library.KernelError, match="its hash is not the index's"):
+        library.library()

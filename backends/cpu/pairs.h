@@ -1,0 +1,88 @@
+// Products of bfloat16 pairs, summed in float32: by an instruction where the CPU has one (AVX512-BF16, Armv8.6).
+// A vector of pairs has in lane i the elements 2 i and 2 i + 1 of a row, or one column of two rows (interleaved).
+#pragma once
+
+#include "vec.h"
+
+#if defined(PA_EMULATED)
+#include "emulated.h"
+#endif
+
+namespace pa {
+
+constexpr int kWide = 2 * kLanes;  // 16-bit elements of a vector
+typedef vi vi_any __attribute__((aligned(2), may_alias));
+
+inline vi load_16(const uint16_t* p) { return *reinterpret_cast<const vi_any*>(p); }
+
+inline vi load_16(const uint16_t* p, int n) {  // elements from n on are 0, and not read
+  if (n >= kWide) return load_16(p);
+#if defined(__AVX512BW__)
+  return (vi)_mm512_maskz_loadu_epi16(n > 0 ? ~0u >> (32 - n) : 0, p);
+#else
+  uint16_t x[kWide] = {};
+  if (n > 0) std::memcpy(x, p, size_t(n) * 2);
+  return load_16(x);
+#endif
+}
+
+inline vi repeat(const void* word) {
+  int32_t x;
+  std::memcpy(&x, word, 4);
+  return vi{} + x;
+}
+
+// to[0, n) = x in bfloat16, then zeros up to a whole vector.
+inline void to_bf16_row(const float* x, int n, uint16_t* to) {
+  int i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + kWide <= n; i += kWide)
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + kLanes), _mm512_loadu_ps(x + i)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(PA_EMULATED)
+  for (; i + kWide <= n; i += kWide)
+    vst1q_u16(to + i, vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(vld1q_f32(x + i)), vld1q_f32(x + i + kLanes))));
+#endif
+  for (; i < n; i++) to[i] = to_bf16(x[i]);
+  for (; i % kWide; i++) to[i] = 0;
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool kPairs = true;
+inline vf dot2(vf sum, vi a, vi b) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+
+// Columns of two rows as pairs; columns come in the order that restore() undoes: blocks of 4 of the first and the second half.
+inline void interleave(vi a, vi b, vi& lo, vi& hi) {
+  lo = (vi)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b), hi = (vi)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(PA_EMULATED)
+constexpr bool kPairs = true;
+inline vf dot2(vf sum, vi a, vi b) { return (vf)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_s32((int32x4_t)a), vreinterpretq_bf16_s32((int32x4_t)b)); }
+
+inline void interleave(vi a, vi b, vi& lo, vi& hi) {
+  const uint16x8_t x = vreinterpretq_u16_s32((int32x4_t)a), y = vreinterpretq_u16_s32((int32x4_t)b);
+  lo = (vi)vzip1q_u16(x, y), hi = (vi)vzip2q_u16(x, y);
+}
+#elif defined(PA_EMULATED)
+constexpr bool kPairs = true;
+using emulated::dot2;
+using emulated::interleave;
+#else
+constexpr bool kPairs = false;
+inline vf dot2(vf sum, vi, vi) { return sum; }  // never called: kPairs
+inline void interleave(vi, vi, vi&, vi&) {}
+#endif
+
+// Sums over interleaved columns, x[0, n), to the order of the columns; n is whole vectors of pairs.
+inline void restore(float* x, int64_t n) {
+  if (kLanes < 16) return;  // vzip keeps the order
+  for (int64_t c = 0; c < n; c += kWide) {
+    float t[kWide];
+    std::memcpy(t, x + c, sizeof(t));
+    for (int i = 0; i < kLanes; i += 4) {
+      std::memcpy(x + c + 2 * i, t + i, 16);
+      std::memcpy(x + c + 2 * i + 4, t + kLanes + i, 16);
+    }
+  }
+}
+
+}  // namespace pa

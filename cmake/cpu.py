@@ -1,0 +1,54 @@
+"""Helper of CMakeLists.txt: the CPU kernels as libraries, and the index that portattn reads. Needs Python and a C++ compiler.
+
+    cpu.py build ISA FILE COMPILER      compiles for one instruction set (names: backends/cpu/sets.py)
+    cpu.py index FOLDER ISA...          writes FOLDER/index.json over the libraries that lie there
+
+The C++ runtime is linked in: a library needs only the C library of a system at least as new as the one that built it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _sets():
+    spec = importlib.util.spec_from_file_location("sets", os.path.join(ROOT, "backends", "cpu", "sets.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(isa: str, file: str, compiler: str) -> int:
+    linked_in = [] if sys.platform == "darwin" else ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,-s"]
+    return subprocess.run([*_sets().command([compiler], isa, file), *linked_in]).returncode
+
+
+def index(folder: str, names: list[str]) -> dict:
+    """What kernels/cpu/index.json says: the sources' hash, and each library's file and hash by system."""
+    found = {}
+    for isa in names:
+        with open(os.path.join(folder, f"{isa}.so"), "rb") as f:
+            found[isa] = {"file": f"{isa}.so", "sha256": hashlib.sha256(f.read()).hexdigest()}
+    return {"source": _sets().source_hash(), "objects": {_sets().system(): found}}
+
+
+def main() -> None:
+    command, *rest = sys.argv[1:] or [""]
+    if command == "build":
+        sys.exit(build(*rest))
+    elif command == "index":
+        with open(os.path.join(rest[0], "index.json"), "w", encoding="utf-8", newline="\n") as f:
+            json.dump(index(rest[0], rest[1:]), f, indent=1, sort_keys=True)
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
