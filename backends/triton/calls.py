@@ -311,7 +311,7 @@ class Attention:
         """Whether hopper.py computes this: its features, tensor maps for Q too, and a Triton that has Gluon's Hopper instructions."""
         plain = not (shape.softcap or shape.alibi or shape.bias or shape.rotary or shape.flip or shape.k_scale or shape.v_scale)
         return (plain and self.d == self.dv and shape.out_dtype == shape.dtype and _nested(call.q)
-                and schedule.hopper_for(self.machine.arch, self.d) is not None and self.gluon() == "")
+                and bool(schedule.hoppers(self.machine.arch, self.d)) and self.gluon() == "")
 
     @staticmethod
     @functools.lru_cache(maxsize=None)
@@ -324,25 +324,23 @@ class Attention:
         return ""
 
     def _prepare_hopper(self, shape: Shape) -> tuple:
-        config = schedule.hopper_for(self.machine.arch, self.d)
+        config = schedule.hopper_for(self.machine.arch, self.d, self.max_k)
         spec = schedule.hopper_spec(shape, config, next(n for n in (32, 128, 1024) if self.batch <= n or n == 1024))
         kernel = _load(spec, self.index)
         rows, pack = 64 * config.groups, schedule.packed(self.group)
         heads = self.heads_q // pack
-        if self.total_q is None:
-            tiles = self.batch * heads * -(-self.max_q * pack // rows)
-            programs = min(tiles, self.machine.multiprocessors)
-        else:  # lengths differ: the hardware hands tiles to multiprocessors as they become free
-            tiles = programs = (self.total_q * pack // rows + self.batch) * heads
+        blocks = self.batch * -(-self.max_q * pack // rows) if self.total_q is None else self.total_q * pack // rows + self.batch
+        blocks *= heads
+        programs = min(blocks, self.machine.multiprocessors)
         kv_bytes = self.max_k * 2 * self.d * shape.kv_dtype.itemsize * pack // self.group
         group = max(1, min(self.batch * heads, (32 << 20) // max(1, kv_bytes)))
         k_h, v_h = self.fixed[5], self.fixed[8]
-        fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, tiles, group]
+        fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, blocks, group]
         with torch.cuda.device(self.index):
             launch = Launch(kernel, spec, fixed, programs, self.index)
         launch.described = functools.partial(self._described_hopper, schedule.hopper_boxes(shape, config))
         self.described = ("hopper", config, None, schedule.Grid(programs, programs, group, 1, 1, 0, 0))
-        return launch, 0, 0, 0
+        return launch, 0, 0, 2
 
     def _described(self, tile: Config, call: Call, pointers: list) -> list:
         """Pointers, with descriptors of K and V behind those to q, k and v."""
@@ -418,8 +416,6 @@ class Attention:
         launch, floats, stats, counters = ready
         if launch.described is not None:
             pointers = launch.described(call, pointers)
-            if launch.spec.name == "attend_hopper":
-                numbers = (numbers[0], *numbers[3:])
         if lse is not None:
             pointers.append(lse.data_ptr())
         kept = None
@@ -429,10 +425,14 @@ class Attention:
                 t = first(t)
                 kept = (kept, t)  # alive until the launch is enqueued; the allocator is ordered by stream after that
             pointers.append(t.data_ptr())
-        if floats:
+        if counters:
             space = self.space
             held = space.captured(floats + stats, counters) if _capturing() else space.eager(stream, floats + stats, counters)
-            pointers += (held[2], held[2] + 4 * floats, held[3])
+            if floats:
+                pointers += (held[2], held[2] + 4 * floats, held[3])
+            else:  # hopper.py
+                pointers.append(held[3])
+                numbers = (numbers[0], *numbers[3:])
         launch(stream, *pointers, *numbers)
 
     def _interpret(self, call: Call, out: Tensor, lse: Tensor | None) -> None:

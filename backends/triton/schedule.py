@@ -19,7 +19,8 @@ from .launch import POINTER, Spec, interpreting
 SPLIT_ROWS = 64  # calls with at most this many packed rows a sequence run as split programs
 INVARIANT_KEYS = 1024  # batch_invariant: keys a part, whatever the batch
 FULL_WAVES = 4  # parts per resident program where there is work for many: the last wave is then short
-SHORT_KEYS = 1024  # up to here, one loop that masks every tile beats two loops where matrix instructions are asynchronous
+SHORT_KEYS = 1024  # up to here hopper.py takes its blocks for few keys; and kernels.py one loop that masks every tile, which
+# beats two loops where matrix instructions are asynchronous
 MAX_SEARCH = 1024  # sequences that a program searches at once for its item; larger batches are not split
 
 FORMATS = {
@@ -115,12 +116,18 @@ def configs_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> tuple[
 
 
 @functools.lru_cache(maxsize=None)
-def hopper_for(arch: str, head_dim: int) -> Hopper | None:
-    """Blocks of hopper.py, of the first table that names the architecture and has them for this head dim."""
+def hoppers(arch: str, head_dim: int) -> tuple[Hopper, ...]:
+    """Blocks of hopper.py for many keys and for few, of the first table that has them; () where it does not serve."""
     for table in tables():
         if head_dim in table.get("hopper", {}) and any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]):
-            return Hopper(*table["hopper"][head_dim])
-    return None
+            return tuple(Hopper(*table[kind][head_dim]) for kind in ("hopper", "hopper_short") if head_dim in table.get(kind, {}))
+    return ()
+
+
+def hopper_for(arch: str, head_dim: int, keys: int) -> Hopper | None:
+    """The blocks for this many keys."""
+    found = hoppers(arch, head_dim)
+    return found[-1 if keys <= SHORT_KEYS else 0] if found else None
 
 
 def pow2(n: int, least: int = 1) -> int:
@@ -287,11 +294,11 @@ def hopper_spec(s: Shape, h: Hopper, search: int) -> Spec:
         "q_desc": described[0], "k_desc": described[1], "v_desc": described[1], "out": POINTER[s.out_dtype],
         "lse": "*fp32" if s.lse else None, "used_k": s.kv_lens_dtype and POINTER[s.kv_lens_dtype],
         "cu_q": s.cu_q_dtype and POINTER[s.cu_q_dtype], "cu_k": s.cu_k_dtype and POINTER[s.cu_k_dtype],
-        "sinks": s.sinks and POINTER[s.sinks],
+        "sinks": s.sinks and POINTER[s.sinks], "counters": "*i32",
     }
     constants = {name: None for name, kind in types.items() if not kind} | {
-        "NC": h.groups, "PACK": packed(s.group), "G": s.group, "BN": h.bn, "D": s.d, "STAGES": h.stages, "LEFT": s.left,
-        "RIGHT": s.right, "SEARCH": search, "TURNS": bool(h.turns), "CONSUMER_REGISTERS": h.registers,
+        "NC": h.groups, "PACK": packed(s.group), "G": s.group, "BN": h.bn, "D": s.d, "STAGES": h.stages, "QS": 2 if s.d < 256 else 1,
+        "LEFT": s.left, "RIGHT": s.right, "SEARCH": search, "TURNS": bool(h.turns), "CONSUMER_REGISTERS": h.registers,
     }
     runtime = [(name, kind) for name, kind in types.items() if kind]
     runtime += [("scale", "fp32"), ("window_left", "i32"), ("window_right", "i32")]

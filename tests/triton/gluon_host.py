@@ -8,7 +8,6 @@ early, gives NaN; a barrier that nobody completes ends in TimeoutError.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
 import sys
@@ -70,6 +69,16 @@ def store(pointer: Pointer, value, mask=None):
     pointer.array.reshape(-1)[at[ok]] = np.asarray(value)[ok]
 
 
+_one = threading.Lock()
+
+
+def atomic_add(pointer: Pointer, value):
+    with _one:
+        before = tensor(pointer.array.reshape(-1)[pointer.at])
+        pointer.array.reshape(-1)[pointer.at] += value
+    return before
+
+
 class Shared:
     """A view of shared memory."""
 
@@ -117,6 +126,8 @@ def init(barrier, count):
 
 
 def wait(barrier, phase, pred=True, deps=()):
+    if not pred:
+        return
     with barrier.condition:
         if not barrier.condition.wait_for(lambda: barrier.phase != int(phase), PATIENCE):
             raise TimeoutError("a barrier that nobody completes")
@@ -186,7 +197,8 @@ def warp_specialize(partitions, warps, registers):
     def run(function, arguments):
         _here.pid = pid
         try:
-            function(*arguments)
+            with np.errstate(all="ignore"):
+                function(*arguments)
         except BaseException as error:
             failed.append(error)
 
@@ -206,7 +218,7 @@ def allocate_shared_memory(dtype, shape, layout):
         for at in itertools.product(*map(range, shape)):
             cells[at] = Barrier()
         return Shared(cells)
-    return Shared(np.full(shape, np.nan, dtype))
+    return Shared(np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else -99, dtype))
 
 
 def _modules():
@@ -222,13 +234,13 @@ def _modules():
         where=both(np.where), maximum=both(np.maximum), minimum=both(np.minimum), abs=both(np.abs), floor=both(np.floor),
         exp2=both(lambda x: np.exp2(np.asarray(x, np.float32))), log2=both(lambda x: np.log2(np.asarray(x, np.float32))),
         max=lambda x, axis: tensor(np.asarray(x).max(axis)), sum=lambda x, axis: tensor(np.asarray(x).sum(axis)),
-        load=load, store=store, convert_layout=lambda x, layout: x, barrier=lambda: None,
+        load=load, store=store, atomic_add=atomic_add, convert_layout=lambda x, layout: x, barrier=lambda: None,
         allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
-        BlockedLayout=any_layout, SliceLayout=any_layout, DotOperandLayout=any_layout, NVMMADistributedLayout=any_layout)
+        BlockedLayout=any_layout, SwizzledSharedLayout=any_layout, SliceLayout=any_layout, DotOperandLayout=any_layout, NVMMADistributedLayout=any_layout)
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.mbarrier = types.SimpleNamespace(
-        MBarrierLayout=lambda: "barriers", init=init, wait=wait, expect=lambda b, n, pred=True: b.change(1, int(n)),
-        arrive=lambda b, count=1, pred=True: b.change(count))
+        MBarrierLayout=lambda: "barriers", init=init, wait=wait, expect=lambda b, n: b.change(1, int(n)),
+        arrive=lambda b, count=1, pred=True: b.change(count) if pred else None)
     hopper.tma = types.SimpleNamespace(async_load=load_tile)
     hopper.fence_async_shared = lambda: None
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait
@@ -240,28 +252,39 @@ def _modules():
     return {m.__name__: m for m in (gluon, gl, nvidia, hopper)}
 
 
-def kernels():
-    """hopper.py, its functions as plain Python."""
+def kernels(source: str | None = None):
+    """hopper.py, or a changed copy of it, its functions as plain Python."""
     fake = _modules()
     kept = {name: sys.modules.get(name) for name in fake}
     sys.modules.update(fake)
+    module = types.ModuleType("hopper_on_host")
     try:
-        spec = importlib.util.spec_from_file_location("hopper_on_host", SOURCE)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        exec(compile(source or SOURCE.read_text(encoding="utf-8"), str(SOURCE), "exec"), module.__dict__)
     finally:
-        for name, module_ in kept.items():
-            if module_ is None:
+        for name, real in kept.items():
+            if real is None:
                 del sys.modules[name]
             else:
-                sys.modules[name] = module_
+                sys.modules[name] = real
     return module
 
 
 def launch(kernel, grid: int, /, **arguments) -> None:
-    """Runs all programs, one after another."""
-    Grid.programs = grid
-    with np.errstate(all="ignore"):
-        for pid in range(grid):
-            _here.pid, _here.flying = pid, []
-            kernel(**arguments)
+    """Runs all programs at once."""
+    Grid.programs, failed = grid, []
+
+    def run(pid):
+        _here.pid = pid
+        try:
+            with np.errstate(all="ignore"):
+                kernel(**arguments)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(pid,), daemon=True) for pid in range(grid)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failed:
+        raise failed[0]
