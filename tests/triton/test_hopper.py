@@ -1,0 +1,169 @@
+"""hopper.py on the CPU, through gluon_host.py: values against the float64 reference, poisoned neighbours, the protocol of barriers;
+and compiled for sm_90: wgmma, TMA, no spills, softmax between the two waits of the inner loop."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import gluon_host as host
+import numpy as np
+import pytest
+import torch
+
+from portattn import reference
+
+pytest.importorskip("triton")
+
+from portattn.backends.triton import schedule  # noqa: E402
+from portattn.backends.triton.launch import compiled, interpreting  # noqa: E402
+
+module = host.kernels()
+
+
+def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, stages=2, qs=2, turns=True, programs=3, strip=3):
+    """(out, lse) of the kernel, tensors as calls.py would pass them; cu: (cu_seqlens_q, cu_seqlens_k)."""
+    (*batch, tokens, heads_q, d), heads_kv = q.shape, k.shape[-2]
+    group = heads_q // heads_kv
+    pack = schedule.packed(group)
+    ones = [1] * len(batch)
+    len_q, len_k = (tokens, k.shape[-3]) if cu is None else (int(np.diff(cu[0]).max()), int(np.diff(cu[1]).max()))
+    sequences = batch[0] if cu is None else len(cu[0]) - 1
+    heads = heads_q // pack
+    if cu is None:
+        blocks = sequences * heads * -(-tokens * pack // (64 * groups))
+    else:
+        blocks = (tokens * pack // (64 * groups) + sequences) * heads
+    left, right = window[0], 0 if causal else window[1]
+    out, lse = np.full(q.shape, np.nan, q.dtype), np.full(q.shape[:-1], np.nan, np.float32)
+    counters = np.zeros(2, np.int32)
+    rows = lambda t: t.reshape(*t.shape[:-2], heads_kv * d)
+    pointer = lambda x: None if x is None else host.Pointer(x)
+    host.launch(
+        module.attend_hopper, min(programs, blocks), q_desc=host.Descriptor(q, [*ones, 64 // pack, pack, d]),
+        k_desc=host.Descriptor(rows(k), [*ones, bn, d]), v_desc=host.Descriptor(rows(v), [*ones, bn, d]), out=host.Pointer(out),
+        lse=host.Pointer(lse), used_k=pointer(used), cu_q=pointer(cu and cu[0]), cu_k=pointer(cu and cu[1]), sinks=pointer(sinks),
+        counters=host.Pointer(counters), scale=host.tensor(np.float32(d**-0.5)), window_left=host.tensor(left),
+        window_right=host.tensor(right), o_b=host.tensor(tokens * heads_q * d), o_s=host.tensor(heads_q * d), o_h=host.tensor(d),
+        k_h=d, v_h=d, batch=host.tensor(sequences), heads=host.tensor(heads), len_q=host.tensor(len_q), len_k=host.tensor(len_k),
+        programs=host.tensor(blocks), group=host.tensor(strip), NC=groups, PACK=pack, G=group, BN=bn, D=d, STAGES=stages, QS=qs,
+        LEFT=left >= 0, RIGHT=right >= 0, SEARCH=16, TURNS=turns, CONSUMER_REGISTERS=240)
+    assert not counters.any(), "the next launch finds them zero"
+    return out, lse
+
+
+def close(got, want, limit):
+    got, want = torch.from_numpy(got).double(), want.double()
+    same = got == want  # infinities
+    assert torch.where(same, 0.0, (got - want).abs()).max() < limit
+
+
+DENSE = {
+    "full": (2, 130, 130, 2, 2, 64, False, (-1, -1), {}),
+    "causal": (2, 300, 300, 2, 2, 64, True, (-1, -1), {}),
+    "fewer keys than queries": (1, 300, 130, 2, 1, 64, True, (-1, -1), {}),
+    "packed heads, more keys": (1, 100, 250, 4, 1, 64, True, (-1, -1), dict(bn=128)),
+    "three groups, group of three": (1, 130, 130, 6, 2, 128, True, (-1, -1), dict(groups=3)),
+    "window": (1, 200, 260, 2, 2, 64, False, (70, 20), dict(stages=3)),
+    "one slot of Q": (2, 300, 300, 2, 2, 64, True, (-1, -1), dict(qs=1)),
+    "no turns": (1, 300, 300, 1, 1, 64, False, (-1, -1), dict(turns=False)),
+    "one program": (1, 200, 200, 2, 2, 64, True, (-1, -1), dict(programs=1, strip=1)),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("sink", [False, True])
+def test_dense_attention_is_right(name, sink):
+    batch, sq, sk, heads_q, heads_kv, d, causal, window, options = DENSE[name]
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal(s).astype(np.float16) for s in ((batch, sq, heads_q, d), *[(batch, sk, heads_kv, d)] * 2))
+    sinks = rng.standard_normal(heads_q).astype(np.float32) if sink else None
+    out, lse = run(q, k, v, causal, window, sinks, **options)
+    t = torch.from_numpy
+    want, want_lse = reference.attention(t(q), t(k), t(v), causal=causal, window_size=window, sinks=t(sinks) if sink else None)
+    close(out, want, 4e-3)
+    close(lse, want_lse, 1e-4)
+
+
+@pytest.mark.parametrize("used", [None, [60, 0, 64, 250, 9]])
+@pytest.mark.parametrize(("heads_q", "heads_kv", "options"), [(2, 1, {}), (3, 3, dict(qs=1, groups=3)), (8, 2, dict(bn=128))])
+def test_ragged_sequences_see_nothing_of_their_neighbours(used, heads_q, heads_kv, options):
+    """Unused keys and the rows around the sequences hold NaN; queries past the last sequence are not written."""
+    lens_q, lens_k, d = [100, 0, 33, 250, 1], [100, 5, 64, 250, 30], 64
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((sum(lens_q) + 5, heads_q, d)).astype(np.float16)
+    k, v = (rng.standard_normal((sum(lens_k) + 7, heads_kv, d)).astype(np.float16) for _ in "kv")
+    cu = tuple(np.cumsum([0, *n]).astype(np.int32) for n in (lens_q, lens_k))
+    for b, n in enumerate(used or lens_k):
+        k[cu[1][b] + n : cu[1][b + 1]] = v[cu[1][b] + n : cu[1][b + 1]] = np.nan
+    k[cu[1][-1] :] = v[cu[1][-1] :] = np.nan
+    used = None if used is None else np.array(used, np.int32)
+    out, lse = run(q, k, v, True, (-1, -1), None, cu=cu, used=used, **options)
+    t = torch.from_numpy
+    want, want_lse = reference.attention_varlen(t(q), t(k), t(v), t(cu[0]), t(cu[1]), causal=True,
+                                                seqused_k=None if used is None else t(used))
+    close(out[: cu[0][-1]], want[: cu[0][-1]], 4e-3)
+    close(lse[: cu[0][-1]], want_lse[: cu[0][-1]], 1e-4)
+    assert np.isnan(out[cu[0][-1] :]).all()
+
+
+def test_the_emulation_sees_a_slot_that_is_released_too_early(monkeypatch):
+    """A ring whose consumers announce a slot of V before the matmul has read it must fail."""
+    source = host.SOURCE.read_text(encoding="utf-8")
+    release = "                mbarrier.arrive(v_empty.index(v_slot), count=1)\n"
+    wait = "                acc, p, den, shrink, top = warpgroup_mma_wait(0, deps=[o, p, den, shrink, top])\n                sync()\n"
+    assert source.count(wait + release) == 1
+    monkeypatch.setattr(host, "PATIENCE", 2)
+    broken = host.kernels(source.replace(wait + release, "                mbarrier.arrive(v_empty.index(v_slot), count=1)\n" + wait))
+    monkeypatch.setitem(globals(), "module", broken)
+    q = np.random.default_rng(1).standard_normal((1, 600, 1, 64)).astype(np.float16)
+    with pytest.raises((AssertionError, TimeoutError)):
+        out, _ = run(q, q, q, False, (-1, -1), None, programs=1)
+        assert np.isfinite(out).all()
+
+
+SHAPES = {
+    "d128": dict(),
+    "d64": dict(d=64, dv=64, right=False, group=1),
+    "d256": dict(d=256, dv=256, group=3),
+    "window, lse, sinks": dict(left=True, lse=True, sinks=torch.bfloat16, dtype=torch.float16, kv_dtype=torch.float16,
+                               out_dtype=torch.float16),
+    "varlen": dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32, kv_lens_dtype=torch.int32),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(interpreting(), reason="TRITON_INTERPRET=1: nothing is compiled")
+@pytest.mark.parametrize("name", SHAPES)
+def test_softmax_runs_between_the_waits_for_scores_and_for_output(name, tmp_path):
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    from test_aot import BASE, compile_for, spills, triton
+
+    shape = schedule.Shape(**(BASE | SHAPES[name]))
+    for config in schedule.hoppers("sm_90", shape.d):
+        kernel = compile_for(schedule.hopper_spec(shape, config, 32), "sm_90")
+        assert kernel.metadata.shared <= 227 * 1024
+        assert "wgmma.mma_async" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
+        assert spills(kernel, "sm_90", tmp_path) <= 256  # bytes; what is kept across a block of rows, never in the inner loop
+        cubin = tmp_path / "kernel.cubin"
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        sass = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+        loops = inner_loops(sass)
+        assert len(loops) == config.groups
+        for loop in loops:
+            scores, output = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR", loop)]
+            exps = [m.start() for m in re.finditer(r"MUFU\.EX2", loop)]
+            assert len(exps) > config.bn // 2 and all(scores < e < output for e in exps)
+            assert loop.rindex("HGMMA") < scores and not re.search(r"\b(STL|LDL)\b", loop)
+
+
+def inner_loops(sass: str) -> list[str]:
+    """Bodies between a label and a jump back to it that hold matmuls and no other such body."""
+    found = []
+    for jump in re.finditer(r"BRA[^;]*`\((\.L_x_\d+)\)", sass):
+        label = sass.find(f"\n{jump[1]}:")
+        body = sass[label : jump.start()] if 0 <= label < jump.start() else ""
+        if "HGMMA" in body and "MUFU.EX2" in body:
+            found.append((label, jump.start(), body))
+    return [body for lo, hi, body in found if not any(lo <= a and b <= hi and (a, b) != (lo, hi) for a, b, _ in found)]
