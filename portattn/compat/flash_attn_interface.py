@@ -97,6 +97,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         refuse("flash_attn_with_kvcache", "qv", qv, _NO_QV)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
+    if page_table is not None and cache_batch_idx is not None:  # FlashAttention 3 names rows of the table so; 2 refuses the two together
+        page_table, cache_batch_idx = page_table[cache_batch_idx], None
     causal, window_size, softcap = bool(causal), window(window_size), softcap if softcap > 0 else 0.0
     plain = None
     if (rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and cu_seqlens_q is None and cu_seqlens_k_new is None

@@ -522,3 +522,15 @@ def test_lengths_follow_a_tensor_that_changes_in_place():
     assert torch.equal(call(cu_k), expected) and not torch.equal(first, expected)
     cu_k.set_(torch.tensor([0, 6, 11], dtype=torch.int32))
     assert torch.equal(call(cu_k), first)
+
+
+def test_cache_batch_idx_names_rows_of_the_page_table_in_3_and_is_refused_with_one_in_2():
+    _, k, v, _, cu_k, _, _ = ragged((5, 9, 3), (5, 9, 3))
+    k_pages, v_pages, table = two_caches(k, v, cu_k)
+    q, rows, lens = torch.randn(2, 1, 4, 16), torch.tensor([2, 0], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+    out = fa3.flash_attn_with_kvcache(q, k_pages, v_pages, cache_seqlens=lens, cache_batch_idx=rows, page_table=table, causal=True)
+    for b, row in enumerate(rows):
+        keys = slice(cu_k[row], cu_k[row + 1])
+        close(out[b], reference.attention(q[b][None], k[keys][None], v[keys][None], causal=True)[0][0])
+    with pytest.raises(ArgumentError, match="cache_batch_idx"):
+        fa2.flash_attn_with_kvcache(q, k_pages, v_pages, cache_seqlens=lens, cache_batch_idx=rows, block_table=table)

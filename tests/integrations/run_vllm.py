@@ -1,7 +1,7 @@
-"""Runs vLLM on prompts, in rounds: `run_vllm.py MODEL PROMPTS.json NEW_TOKENS [BACKEND]`, in vLLM's own Python.
+"""Runs vLLM on prompts, in rounds: `run_vllm.py MODEL PROMPTS.json NEW_TOKENS RESULTS.json [BACKEND]`, in vLLM's own Python.
 
-PROMPTS.json holds rounds, lists of texts. Prints as JSON on the last line: the texts written, how many prompt tokens each request found in the
-prefix cache, and which classes the worker's layers run on. The layers live in a process that vLLM starts by itself.
+PROMPTS.json holds rounds, lists of texts. RESULTS.json then holds the texts written, how many prompt tokens each request found in the prefix
+cache, and which classes the worker's layers run on. The layers live in a process that vLLM starts by itself.
 """
 
 import json
@@ -14,7 +14,7 @@ def layers(worker):
     return sorted({f"{type(layer.impl).__module__}.{type(layer.impl).__name__}" for layer in found})
 
 
-def main(model, prompts, new_tokens, backend=None):
+def main(model, prompts, new_tokens, results, backend=None):
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `layers`, which travels to the worker
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
@@ -25,9 +25,9 @@ def main(model, prompts, new_tokens, backend=None):
     sampling = SamplingParams(temperature=0.0, max_tokens=int(new_tokens), ignore_eos=True)
     with open(prompts, encoding="utf-8") as f:
         rounds = [llm.generate(texts, sampling, use_tqdm=False) for texts in json.load(f)]
-    print(json.dumps({"texts": [[r.outputs[0].text for r in results] for results in rounds],
-                      "cached": [[r.num_cached_tokens for r in results] for results in rounds],
-                      "layers": llm.collective_rpc(layers)[0]}))
+    with open(results, "w", encoding="utf-8") as f:
+        json.dump({"texts": [[r.outputs[0].text for r in one] for one in rounds], "cached": [[r.num_cached_tokens for r in one] for one in rounds],
+                   "layers": llm.collective_rpc(layers)[0]}, f)
 
 
 if __name__ == "__main__":

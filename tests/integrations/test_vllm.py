@@ -44,11 +44,15 @@ PROMPTS = [
 ]
 
 
-def run(*arguments, path):
-    environment = os.environ | {"PYTHONPATH": os.fspath(path)}
-    done = subprocess.run([PYTHON, *map(os.fspath, arguments)], capture_output=True, text=True, timeout=580, env=environment, cwd=path)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def run(model, rounds, site, folder, *backend):
+    """What run_vllm.py wrote, run by vLLM's Python with portattn's installation on its path."""
+    prompts, results = folder / "prompts.json", folder / "results.json"
+    prompts.write_text(json.dumps(rounds))
+    results.unlink(missing_ok=True)
+    command = [PYTHON, os.path.join(HERE, "run_vllm.py"), *map(os.fspath, (model, prompts)), str(NEW_TOKENS), os.fspath(results), *backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": os.fspath(site)}, cwd=folder)
+    assert done.returncode == 0 and results.exists(), (done.stdout + done.stderr)[-4000:]
+    return json.loads(results.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +85,11 @@ def smollm2(tmp_path_factory):
 
 
 @pytest.mark.model
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2000)
 def test_smollm2_writes_the_same_text_as_on_vllms_own_backend(installed, smollm2, tmp_path):
     rounds = [PROMPTS, [prompt + " and then" for prompt in PROMPTS]]
-    file = tmp_path / "prompts.json"
-    file.write_text(json.dumps(rounds))
-    runner = os.path.join(HERE, "run_vllm.py")
-    stock = run(runner, smollm2, file, str(NEW_TOKENS), path=installed)
-    ours = run(runner, smollm2, file, str(NEW_TOKENS), "CUSTOM", path=installed)
+    stock = run(smollm2, rounds, installed, tmp_path)
+    ours = run(smollm2, rounds, installed, tmp_path, "CUSTOM")
     assert stock["layers"] == ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"]
     assert ours["layers"] == ["portattn.integrations.vllm_backend.PortattnImpl"]
     assert sum(map(bool, ours["cached"][1])) >= 4 and ours["cached"] == stock["cached"], "prefixes were not found in the cache"
