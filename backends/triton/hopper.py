@@ -169,8 +169,7 @@ def produce(given, NC: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BN: gl
 
 
 @gluon.jit
-def soft(s, n, edge, row_lo, row_hi, top, c2, LEFT: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
-         LATE: gl.constexpr):
+def soft(s, n, edge, row_lo, row_hi, top, c2, LEFT: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
     """Masks, new maximum, p = exp2(s * factor - top * factor), the row sums of p, and what older sums shrink by."""
     if edge:
         j = n + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
@@ -184,7 +183,7 @@ def soft(s, n, edge, row_lo, row_hi, top, c2, LEFT: gl.constexpr, BN: gl.constex
     shifted = base * factor
     p = gl.exp2(s * factor[:, None] - shifted[:, None])
     shrink = gl.exp2(top * factor - shifted)
-    return p if LATE else p.to(DTYPE), gl.sum(p, 1), shrink, new_top
+    return p, gl.sum(p, 1), shrink, new_top
 
 
 @gluon.jit
@@ -244,7 +243,6 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])  # 16-byte stores
     DTYPE: gl.constexpr = q_smem.dtype
     STAGED: gl.constexpr = QS == 2
-    LATE: gl.constexpr = NC > 2  # three groups have 160 registers a thread: too few for a second copy of P
     c = gl.maximum(scale, 1e-30)  # a scale of 0: every visible key weighs the same
     c2 = c * LOG2E
     slot = 0
@@ -316,7 +314,7 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
                 slot = 0
                 phase ^= 1
             fresh = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-            p, new_den, shrink, new_top = soft(s, n, True, row_lo, row_hi, fresh, c2, LEFT, BN, S_LAYOUT, DTYPE, LATE)
+            p, new_den, shrink, new_top = soft(s, n, True, row_lo, row_hi, fresh, c2, LEFT, BN, S_LAYOUT)
             # A barrier that has been passed ends a basic block: within one, the assembler would move softmax behind the wait for
             # the matmul that it is to run under.
             mbarrier.wait(v_full.index(v_slot), v_phase, pred=old > 0)
@@ -372,9 +370,11 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
                     slot = 0
                     phase ^= 1
                 edge = (n + BN > full_hi) | (n < full_lo)
-                p, more, shrink, top = soft(s, n, edge, row_lo, row_hi, top, c2, LEFT, BN, S_LAYOUT, DTYPE, LATE)
+                p, more, shrink, top = soft(s, n, edge, row_lo, row_hi, top, c2, LEFT, BN, S_LAYOUT)
                 den = den * shrink + more
                 mbarrier.wait(v_full.index(v_slot), v_phase)
+                # p stays float32 until here: a 16-bit copy beside the one that the matmul reads would take the registers with
+                # which max and exp2 of two rows interleave. Scaling acc beside the next scores takes too many as well.
                 acc, p, den, shrink, top = warpgroup_mma_wait(0, deps=[o, p, den, shrink, top])
                 sync()
                 mbarrier.arrive(v_empty.index(v_slot), count=1)
