@@ -189,7 +189,8 @@ def measure(bound: Any, device: torch.device) -> tuple[float, float]:
     """(largest error against the float64 reference, seconds of a second run) of a tiny problem of the bound kind."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch.no_grad(), _disable_current_modes():
+    # torch.device: engines set another default device while they load a model.
+    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
         layout = bound.problem.layout
         build = {"cache_append": _append, "merge_states": _merge}.get(layout, _attention)
         run, expected = build(bound, device)
