@@ -28,7 +28,8 @@ from portattn.errors import KernelError
 from . import sets
 
 _PREBUILT = os.path.join(os.path.dirname(codeobjects.__file__), "kernels", "cpu")
-_RUN = ("portable", "avx2", "neon")  # sets whose tests have passed on a CPU that has them; the others only by PORTATTN_CPU_ISA
+_NOT_RUN = ("neon_bf16",)  # on no CPU that has it, only emulated: PORTATTN_CPU_ISA selects it
+_refused: set[str] = set()  # by the compiler of this machine
 _lock = threading.Lock()
 
 
@@ -39,34 +40,39 @@ def able() -> tuple[str, ...]:
     if arch == "aarch64":
         return ("neon", *(("neon_bf16",) if "bf16" in _flags() else ()))
     found = torch.backends.cpu.get_cpu_capability() if arch == "x86_64" else ""
-    sets = ["portable"]
+    names = ["portable"]
     if found in ("AVX2", "AVX512"):
-        sets.append("avx2")
+        names.append("avx2")
     if found == "AVX512":
-        sets.append("avx512")
-        if "avx512_bf16" in _flags():
-            sets.append("avx512_bf16")
-            if {"amx_tile", "amx_bf16"} <= _flags() and _tiles_granted():
-                sets.append("amx")
-    return tuple(sets)
+        has_pairs = "avx512_bf16" in _flags()
+        # Intel's products of pairs take longer than twice as many of floats (Sapphire Rapids: prefill at 0.65 of avx512); AMD's do not.
+        slow_pairs = "AuthenticAMD" not in _flags()
+        wide = ("avx512_bf16", "avx512") if slow_pairs else ("avx512", "avx512_bf16")
+        names += [name for name in wide if has_pairs or name == "avx512"]
+        if has_pairs and {"amx_tile", "amx_bf16"} <= _flags() and _tiles_granted():
+            names.append("amx")
+    return tuple(names)
 
 
 @functools.lru_cache(maxsize=None)
 def _flags() -> frozenset[str]:
-    """What /proc/cpuinfo says of the first CPU; on macOS what sysctl says of bfloat16."""
+    """Vendor and flags of the first CPU, as /proc/cpuinfo has them; on macOS what sysctl says of bfloat16."""
     if sys.platform == "darwin":
         value, size = ctypes.c_int(), ctypes.c_size_t(4)
         missing = ctypes.CDLL(None).sysctlbyname(b"hw.optional.arm.FEAT_BF16", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
         return frozenset({"bf16"} if not missing and value.value else ())
+    found: set[str] = set()
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
             for line in f:
                 name, _, words = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    return frozenset(words.split())
+                if name.strip() in ("vendor_id", "flags", "Features"):
+                    found.update(words.split())
+                elif not line.strip():
+                    break
     except OSError:
         pass
-    return frozenset()
+    return frozenset(found)
 
 
 def _tiles_granted() -> bool:
@@ -75,9 +81,13 @@ def _tiles_granted() -> bool:
     return sys.platform == "linux" and ctypes.CDLL(None).syscall(arch_prctl, req_xcomp_perm, xtiledata) == 0
 
 
+def _forced() -> str:
+    return config.get("PORTATTN_CPU_ISA").strip().lower()
+
+
 def chosen() -> str:
-    """PORTATTN_CPU_ISA, or the best set of this machine that has been run; not checked."""
-    return config.get("PORTATTN_CPU_ISA").strip().lower() or [name for name in able() if name in _RUN][-1]
+    """PORTATTN_CPU_ISA, or the best set of this machine that has been run and that its compiler takes; not checked."""
+    return _forced() or [name for name in able() if name not in _NOT_RUN and name not in _refused][-1]
 
 
 def _compiler() -> list[str] | None:
@@ -111,6 +121,7 @@ def _prebuilt_index() -> dict:
     return index.get("objects", {}).get(sets.system(), {})
 
 
+@functools.lru_cache(maxsize=None)
 def _prebuilt(isa: str) -> bytes | None:
     if (entry := _prebuilt_index().get(isa)) is None:
         return None
@@ -171,10 +182,7 @@ def _open(image: bytes) -> ctypes.CDLL:
 @functools.lru_cache(maxsize=None)
 def _load(isa: str, compiler: tuple[str, ...] | None) -> ctypes.CDLL:
     if compiler is None:
-        image = _prebuilt(isa)
-        if image is None:
-            raise KernelError(f"the prebuilt CPU kernels for {isa} cannot be used: {'; '.join(codeobjects.notes())}")
-        return _open(image)
+        return _open(_prebuilt(isa))
     name = _key(isa, compiler)
     image = codeobjects._cached(name)
     if image is None:
@@ -185,7 +193,7 @@ def _load(isa: str, compiler: tuple[str, ...] | None) -> ctypes.CDLL:
 
 def _maker(isa: str) -> tuple[str, ...] | None:
     """The compiler's command, or None where a prebuilt library serves."""
-    return None if isa in _prebuilt_index() else tuple(_compiler() or ())
+    return None if _prebuilt(isa) is not None else tuple(_compiler() or ())
 
 
 def missing() -> Reason | None:
@@ -195,7 +203,7 @@ def missing() -> Reason | None:
         return Reason("isa", "|".join(sets.SETS), isa, "unset PORTATTN_CPU_ISA")
     if isa not in able():
         return Reason("isa", isa, f"a CPU with {'|'.join(able())}", "unset PORTATTN_CPU_ISA")
-    if isa not in _prebuilt_index() and _compiler() is None:
+    if _prebuilt(isa) is None and _compiler() is None:
         return Reason("compiler", "a C++ compiler ($CXX, c++, g++ or clang++)", "none", "install one: apt install g++, xcode-select --install")
     return None
 
@@ -205,7 +213,15 @@ def library() -> ctypes.CDLL:
     if no := missing():
         raise KernelError(f"no CPU kernels: {no}")
     with _lock:
-        return _load(chosen(), _maker(chosen()))
+        while True:
+            isa = chosen()
+            try:
+                return _load(isa, _maker(isa))
+            except KernelError as exc:
+                if _forced() or isa == able()[0]:
+                    raise
+                _refused.add(isa)  # a compiler older than the CPU: the next best serves
+                codeobjects._note(isa, f"{exc}; {chosen()} serves")
 
 
 def identity() -> str:

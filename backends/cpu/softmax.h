@@ -55,8 +55,7 @@ inline float softmax(float* s, int64_t first, Row& row, const Logit& c) {
 
   vf tops = fill(-kInf);
   for (int j = va; j < vb; j += kLanes) tops = max_number(load(s + j), tops);
-  float top = row.top;
-  for (int i = 0; i < kLanes; i++) top = tops[i] > top ? tops[i] : top;
+  const float most = largest(tops), top = most > row.top ? most : row.top;
   const float base = top == -kInf ? 0.0f : top;  // nothing but -inf so far: exp(-inf - 0) = 0
   vf total{};
   for (int j = va; j < vb; j += kLanes) {
