@@ -12,7 +12,7 @@ from torch import Tensor
 from portattn.problem import Call
 
 from . import schedule
-from .launch import Interpreted, Launch, Spec, compiled, interpreting
+from .launch import Interpreted, Launch, Map, Spec, compiled, interpreting
 from .schedule import FORMATS, Config, Machine, Shape
 
 _WIDEST = 1 << 30
@@ -144,11 +144,20 @@ def _nested(t: Tensor) -> bool:
     return inside and all(s >= tokens * row or n == 1 for s, n in zip(batch_s, t.shape)) and max(t.stride()) < 1 << 38
 
 
-def _rows_of_all_heads(t: Tensor) -> tuple[list[int], list[int]]:
+def _map_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: Any, layout: Any = None) -> Map:
+    """A tensor map; the stride of an axis of length 1, which may be anything, is one that the driver takes."""
+    found, inner = [], 1
+    for n, stride in zip(reversed(shape), reversed(strides)):
+        found.append(inner if n == 1 else stride)
+        inner = max(inner, found[-1] * n)
+    return Map(dtype, shape, tuple(reversed(found)), tuple(box), layout)
+
+
+def _rows_of_all_heads(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, strides) of K or V with a token's heads in one row: a head's columns start at its stride."""
     *batch, tokens, heads, d = t.shape
     *batch_s, row, head, _ = t.stride()
-    return [*batch, tokens, (heads - 1) * head + d], [*batch_s, row, 1]
+    return (*batch, tokens, (heads - 1) * head + d), (*batch_s, row, 1)
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -252,7 +261,7 @@ class Attention:
                                   **sizes)
         shape = shape._replace(descriptors=mode == "tiles" and self._descriptors(call, shape))
         if shape.descriptors and self._hopper(call, shape):
-            return self._prepare_hopper(shape)
+            return self._prepare_hopper(call, shape)
         # Chunks of about one length are tiles with some splits; a batch of mostly decodes wants both kinds side by side.
         chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
         kind = "tiles" if shape.descriptors else "mixed" if mode == "both" and not chunks else "gather"
@@ -290,16 +299,15 @@ class Attention:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
             with torch.cuda.device(self.index):
-                launch = Launch(kernel, spec, fixed, grid.total, self.index)
-                launch.described = functools.partial(self._described, tile) if shape.descriptors else None
+                launch = Launch(kernel, spec, fixed, grid.total, self.index, self._maps(call, tile) if shape.descriptors else ())
         items = grid.total - grid.programs
         block = split.bm * schedule.pow2(self.dv, 16)
         self.described = (mode, tile, split, grid)
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
 
     def _descriptors(self, call: Call, shape: Shape) -> bool:
-        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to hide the
-        cost of Triton's own launcher, which encodes them."""
+        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to pay for
+        encoding them."""
         k, v = call.k, call.v
         if not shape.wgmma or not shape.aligned or shape.ieee or self.layout == "paged" or not k.dtype == v.dtype == call.q.dtype:
             return False
@@ -323,7 +331,7 @@ class Attention:
             return f"{type(exc).__name__}: {exc}"
         return ""
 
-    def _prepare_hopper(self, shape: Shape) -> tuple:
+    def _prepare_hopper(self, call: Call, shape: Shape) -> tuple:
         config = schedule.hopper_for(self.machine.arch, self.d, self.max_k)
         spec = schedule.hopper_spec(shape, config, next(n for n in (32, 128, 1024) if self.batch <= n or n == 1024))
         kernel = _load(spec, self.index)
@@ -336,30 +344,22 @@ class Attention:
         group = max(1, min(self.batch * heads, (32 << 20) // max(1, kv_bytes)))
         k_h, v_h = self.fixed[5], self.fixed[8]
         fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, blocks, group]
+        boxes = schedule.hopper_boxes(shape, config)
+        layouts = [schedule.hopper_layout(len(box)) for box in boxes]
+        maps = [_map_of(call.q.dtype, tuple(call.q.shape), tuple(call.q.stride()), boxes[0], layouts[0])]
+        maps += [_map_of(t.dtype, *_rows_of_all_heads(t), boxes[1], layouts[1]) for t in (call.k, call.v)]
         with torch.cuda.device(self.index):
-            launch = Launch(kernel, spec, fixed, programs, self.index)
-        launch.described = functools.partial(self._described_hopper, schedule.hopper_boxes(shape, config))
+            launch = Launch(kernel, spec, fixed, programs, self.index, maps)
         self.described = ("hopper", config, None, schedule.Grid(programs, programs, group, 1, 1, 0, 0))
         return launch, 0, 0, 2
 
-    def _described(self, tile: Config, call: Call, pointers: list) -> list:
-        """Pointers, with descriptors of K and V behind those to q, k and v."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
+    def _maps(self, call: Call, tile: Config) -> list[Map]:
+        """Tensor maps of K and V for kernels.attend."""
         found = []
         for t in (call.k, call.v):
             shape, strides = _rows_of_all_heads(t)
-            found.append(TensorDescriptor(t, shape, strides, [*(1 for _ in shape[2:]), tile.bn, t.shape[-1]]))
-        return [*pointers[:3], *found, *pointers[3:]]
-
-    def _described_hopper(self, boxes: tuple, call: Call, pointers: list) -> list:
-        """Descriptors in the place of pointers to q, k and v."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        layouts = [schedule.hopper_layout(len(box)) for box in boxes]
-        found = [TensorDescriptor(call.q, list(call.q.shape), list(call.q.stride()), boxes[0], layouts[0])]
-        found += [TensorDescriptor(t, *_rows_of_all_heads(t), boxes[1], layouts[1]) for t in (call.k, call.v)]
-        return [*found, *pointers[3:]]
+            found.append(_map_of(t.dtype, shape, strides, (*(1 for _ in shape[2:]), tile.bn, t.shape[-1])))
+        return found
 
     def _resident(self, kernel: Any, spec: Spec) -> int:
         """Programs that one multiprocessor holds at once."""
@@ -414,8 +414,8 @@ class Attention:
         if ready is None:
             ready = self.variants[variant] = self._prepare(call, *variant)
         launch, floats, stats, counters = ready
-        if launch.described is not None:
-            pointers = launch.described(call, pointers)
+        if launch.described and floats == counters == 0:  # kernels.attend takes K and V as pointers, too
+            pointers[3:3] = (pk, pv)
         if lse is not None:
             pointers.append(lse.data_ptr())
         kept = None

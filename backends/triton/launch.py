@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import struct
 import threading
 from typing import Any, NamedTuple, Sequence
@@ -80,6 +81,7 @@ class _Driver:
         library = ctypes.CDLL(name)
         self.launch = library.hipModuleLaunchKernel if hip else library.cuLaunchKernel
         self.launch.restype = ctypes.c_int
+        self.encode = None if hip else getattr(library, "cuTensorMapEncodeTiled", None)
         self.launch_ex = None if hip else getattr(library, "cuLaunchKernelEx", None)
         if self.launch_ex is not None:
             self.launch_ex.restype = ctypes.c_int
@@ -101,31 +103,102 @@ def driver() -> _Driver | None:
     return _driver or None
 
 
-class Launch:
-    """A compiled kernel with its arguments packed; `changing` of them, the first ones, are given at each call."""
+class Map(NamedTuple):
+    """What a tensor descriptor says besides an address: shape and strides in elements, the box, and Gluon's layout of the box."""
 
-    def __init__(self, kernel: Any, spec: Spec, fixed: Sequence[float], grid: int, device: int):
+    dtype: torch.dtype  # 16 bits
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    layout: Any = None
+
+    def at(self, pointer: int) -> Any:
+        """As Triton's own launcher takes it."""
+        base = _Address(pointer, self.dtype)
+        if self.layout is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.box))
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.box), self.layout)
+
+
+class _Address:
+    """As much of a tensor as Triton's descriptors ask for."""
+
+    def __init__(self, pointer: int, dtype: torch.dtype):
+        self.pointer, self.dtype = pointer, dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class _TensorMap:
+    """A CUtensorMap of cuda.h with the shape and strides that Triton passes behind it; encoded anew where its address changes."""
+
+    BYTES, ALIGNMENT = 128, 64
+    KIND = {torch.float16: 6, torch.bfloat16: 9}
+
+    def __init__(self, encode: Any, m: Map, box: Sequence[int], swizzle: int):
+        rank, size = len(m.shape), m.dtype.itemsize
+        self.room = ctypes.create_string_buffer(self.BYTES + self.ALIGNMENT)
+        self.address = -(-ctypes.addressof(self.room) // self.ALIGNMENT) * self.ALIGNMENT
+        self.behind = struct.pack(f"@{rank}i0q{rank}q", *m.shape, *m.strides)
+        self.rest = ctypes.create_string_buffer(self.behind, len(self.behind))
+        wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        # dims from the innermost on; no interleaving, 128-byte sectors promoted in L2, zeros outside
+        self.arguments = (wide(*reversed(m.shape)), wide(*(s * size for s in reversed(m.strides[:-1]))), narrow(*reversed(box)),
+                          narrow(*[1] * rank), 0, swizzle, 2, 0)
+        self.encode, self.kind, self.rank, self.pointer = encode, self.KIND[m.dtype], rank, -1
+        first = ctypes.addressof(self.rest)
+        strides = first + len(self.behind) - 8 * rank
+        self.parameters = [self.address, *(first + 4 * i for i in range(rank)), *(strides + 8 * i for i in range(rank))]
+
+    def move(self, pointer: int) -> None:
+        error = self.encode(ctypes.c_void_p(self.address), self.kind, self.rank, ctypes.c_void_p(pointer), *self.arguments)
+        if error:
+            from portattn.errors import KernelError
+
+            raise KernelError(f"tensor map: the driver refused address {pointer:#x}, error {error}")
+        self.pointer = pointer
+
+
+class Launch:
+    """A compiled kernel with its arguments packed; `changing` of them, the first ones, are given at each call: numbers, and
+    pointers as ints, a tensor descriptor as the address that it starts from (`maps` has the rest of each)."""
+
+    def __init__(self, kernel: Any, spec: Spec, fixed: Sequence[float], grid: int, device: int, maps: Sequence[Map] = ()):
         self.kernel, self.spec, self.grid, self.device = kernel, spec, grid, device
         self.fixed = tuple(fixed)
         self.lock = threading.Lock()
         kernel.run  # loads the binary: raises OutOfResources where it does not fit
-        self.described: Any = None  # set by calls.py where the kernel takes tensor descriptors: what makes them of a call
+        self.described = tuple(zip((i for i, (_, kind) in enumerate(spec.types) if kind.startswith("tensordesc")), maps))
         self.driver = driver()
-        descriptors = any(kind.startswith("tensordesc") for _, kind in spec.types)
-        if self.driver is None or descriptors or not isinstance(kernel.function, int) or _needs_scratch(kernel.metadata):
+        if self.driver is None or not isinstance(kernel.function, int) or _needs_scratch(kernel.metadata):
             self.driver = None
             return
-        codes = ["Q" if t.startswith("*") else _FORMAT[t] for _, t in spec.types]
+        self.maps = self._encoded()
+        if self.maps is None:
+            self.driver = None
+            return
+        places = dict(self.maps)
+        codes = ["" if i in places else "Q" if t.startswith("*") else _FORMAT[t] for i, (_, t) in enumerate(spec.types)]
         changing = len(codes) - len(self.fixed)
+        self.plain = [i for i in range(changing) if i not in places] if places else None
         # Natural alignment, as struct's native mode lays it out; two null pointers for Triton's scratch arguments.
-        offsets = [struct.calcsize("@" + "".join(codes[:i]) + "0" + code) for i, code in enumerate(codes)]
+        offsets = [struct.calcsize("@" + "".join(codes[:i]) + "0" + code) if code else -1 for i, code in enumerate(codes)]
         whole = struct.Struct("@" + "".join(codes) + "0Q" + "QQ")
         self.buffer = ctypes.create_string_buffer(whole.size)
-        whole.pack_into(self.buffer, 0, *([0] * changing), *self.fixed, 0, 0)
-        offsets += [whole.size - 16, whole.size - 8]
+        whole.pack_into(self.buffer, 0, *([0] * (changing - len(places))), *self.fixed, 0, 0)
         self.pack = struct.Struct("@" + "".join(codes[:changing])).pack_into
         base = ctypes.addressof(self.buffer)
-        self.pointers = (ctypes.c_void_p * len(offsets))(*(base + o for o in offsets))
+        parameters = [p for i, o in enumerate(offsets) for p in (places[i].parameters if i in places else [base + o])]
+        parameters += [base + whole.size - 16, base + whole.size - 8]
+        if places and len(parameters) != _parameters(kernel):  # a Triton that passes something else behind a descriptor
+            self.driver = None
+            return
+        self.pointers = (ctypes.c_void_p * len(parameters))(*parameters)
         meta = kernel.metadata
         threads = meta.num_warps * meta.target.warp_size
         one, u = ctypes.c_uint(1), ctypes.c_uint
@@ -134,6 +207,17 @@ class Launch:
         self.launch, self.launch_ex = self.driver.launch, self.driver.launch_ex
         self.config = Config((grid, 1, 1), (threads, 1, 1), meta.shared)
         self.config_ref = ctypes.byref(self.config)
+
+    def _encoded(self) -> list[tuple[int, _TensorMap]] | None:
+        """The descriptors' tensor maps; None where Triton does not say how it lays out their boxes."""
+        if not self.described:
+            return []
+        metas = getattr(self.kernel.metadata, "tensordesc_meta", None) or []
+        known = len(metas) == len(self.described) and all(m and {"swizzle", "block_size"} <= m.keys() for m in metas)
+        if self.driver.encode is None or not known or any(m.dtype not in _TensorMap.KIND for _, m in self.described):
+            return None
+        return [(i, _TensorMap(self.driver.encode, m, meta["block_size"], meta["swizzle"]))
+                for (i, m), meta in zip(self.described, metas)]
 
     def __call__(self, stream: int, *changing: float) -> None:
         """Launches on a raw stream handle; pointers are ints."""
@@ -146,6 +230,11 @@ class Launch:
 
     def _enqueue(self, stream: int, changing: tuple) -> int:
         with self.lock:  # one buffer: packed and read by the driver before another thread packs it
+            if self.plain is not None:
+                for i, tensor_map in self.maps:
+                    if tensor_map.pointer != changing[i]:
+                        tensor_map.move(changing[i])
+                changing = [changing[i] for i in self.plain]
             self.pack(self.buffer, 0, *changing)
             if self.launch_ex is None:
                 return self.launch(self.function, *self.shape, ctypes.c_void_p(stream), self.pointers, None)
@@ -165,11 +254,20 @@ class Launch:
             raise KernelError(f"triton kernel {self.spec.name}: the driver refused to launch {self.grid} programs, error {error}")
 
     def _through_triton(self, changing: tuple) -> None:
-        values = iter((*changing, *self.fixed))
+        given = list(changing)
+        for i, m in self.described:
+            given[i] = m.at(given[i])
+        values = iter((*given, *self.fixed))
         runtime = dict(self.spec.types)
         constants = dict(self.spec.constants)
         arguments = [next(values) if name in runtime else constants[name] for name in self.kernel.src.fn.arg_names]
         self.kernel[(self.grid, 1, 1)](*arguments)
+
+
+def _parameters(kernel: Any) -> int:
+    """How many parameters the machine code takes."""
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", kernel.asm.get("ptx", ""), re.S)
+    return entry[1].count(".param") if entry else -1
 
 
 def _needs_scratch(metadata: Any) -> bool:

@@ -3,7 +3,9 @@ and compiled for sm_90: wgmma, TMA, no spills, softmax between the two waits of 
 
 from __future__ import annotations
 
+import ctypes
 import re
+import struct
 import subprocess
 from pathlib import Path
 
@@ -127,9 +129,9 @@ SHAPES = {
     "d128": dict(),
     "d64": dict(d=64, dv=64, right=False, group=1),
     "d256": dict(d=256, dv=256, group=3),
-    "window, lse, sinks": dict(left=True, lse=True, sinks=torch.bfloat16, dtype=torch.float16, kv_dtype=torch.float16,
-                               out_dtype=torch.float16),
-    "varlen": dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32, kv_lens_dtype=torch.int32),
+    "varlen, window, lse, sinks": dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32,
+                                       kv_lens_dtype=torch.int32, left=True, lse=True, sinks=torch.bfloat16,
+                                       dtype=torch.float16, kv_dtype=torch.float16, out_dtype=torch.float16),
 }
 
 
@@ -158,12 +160,69 @@ def test_softmax_runs_between_the_waits_for_scores_and_for_output(name, tmp_path
             assert loop.rindex("HGMMA") < scores and not re.search(r"\b(STL|LDL)\b", loop)
 
 
+@pytest.mark.aot
+@pytest.mark.skipif(interpreting(), reason="TRITON_INTERPRET=1: nothing is compiled")
+def test_tensor_maps_and_numbers_stand_where_the_machine_code_reads_them(monkeypatch):
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    from test_aot import BASE, compile_for
+
+    from portattn.backends.triton import launch as launching
+    from portattn.backends.triton.calls import _map_of, _rows_of_all_heads
+
+    shape = schedule.Shape(**(BASE | dict(lse=True)))
+    config = schedule.hopper_for("sm_90", 128, 4096)
+    spec = schedule.hopper_spec(shape, config, 32)
+    compiled_kernel = compile_for(spec, "sm_90")
+
+    class Kernel:
+        run, function, metadata, asm = None, 77, compiled_kernel.metadata, compiled_kernel.asm
+
+    encoded, launched = [], []
+
+    class Driver:
+        launch_ex = None
+
+        def encode(self, room, kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, outside):
+            assert room.value % 64 == 0
+            encoded.append((kind, rank, address.value, list(dims), list(strides)[: rank - 1], list(box), list(steps), swizzle))
+            return 0
+
+        def launch(self, *arguments):
+            launched.append(arguments)
+            return 0
+
+    monkeypatch.setattr(launching, "_driver", Driver())
+    q, k = torch.empty(2, 300, 32, 128, dtype=torch.bfloat16), torch.empty(1, 400, 8, 128, dtype=torch.bfloat16).as_strided(
+        (1, 400, 8, 128), (3, 1024, 128, 1))
+    boxes = schedule.hopper_boxes(shape, config)
+    layouts = [schedule.hopper_layout(len(box)) for box in boxes]
+    maps = [_map_of(q.dtype, tuple(q.shape), q.stride(), boxes[0], layouts[0])]
+    maps += [_map_of(k.dtype, *_rows_of_all_heads(k), boxes[1], layouts[1])] * 2
+    fixed = list(range(1, 12))
+    launch = launching.Launch(Kernel(), spec, fixed, 5, 0, maps)
+    for _ in range(2):  # the second time nothing is encoded
+        launch(9, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 0.25, -1, 3)
+    assert [e[2] for e in encoded] == [1 << 12, 1 << 13, 1 << 14]
+    assert encoded[0][:7] == (9, 4, 1 << 12, [128, 32, 300, 2], [256, 8192, 300 * 8192], [64, 4, 16, 1], [1] * 4)
+    assert encoded[1][3:6] == ([1024, 400, 1], [2048, 400 * 2048], [64, config.bn, 1])
+    pointers = launched[0][9]
+    assert len(pointers) == compiled_kernel.asm["ptx"].split(".entry")[1].split(")")[0].count(".param")
+    value = lambda i, code: struct.unpack_from("=" + code, ctypes.string_at(pointers[i], 8))[0]
+    assert [value(i, "i") for i in range(1, 5)] == [2, 300, 32, 128]
+    assert [value(i, "q") for i in range(5, 9)] == [300 * 4096, 4096, 128, 1]
+    after = 9 + 7 + 7  # out, lse, counters, scale, windows, strides
+    assert [value(after + i, "q") for i in range(3)] == [1 << 15, 1 << 16, 1 << 17]
+    assert value(after + 3, "f") == 0.25 and [value(after + 4 + i, "i") for i in range(2)] == [-1, 3]
+    assert [value(after + 6 + i, "q" if i < 3 else "i") for i in range(11)] == fixed
+
+
 def inner_loops(sass: str) -> list[str]:
-    """Bodies between a label and a jump back to it that hold matmuls and no other such body."""
+    """Bodies between a label and a jump back to it that hold matmuls and no other such body; spinning on barriers stands
+    behind the EXIT."""
     found = []
     for jump in re.finditer(r"BRA[^;]*`\((\.L_x_\d+)\)", sass):
         label = sass.find(f"\n{jump[1]}:")
         body = sass[label : jump.start()] if 0 <= label < jump.start() else ""
-        if "HGMMA" in body and "MUFU.EX2" in body:
+        if "HGMMA" in body and "MUFU.EX2" in body and "EXIT" not in body:
             found.append((label, jump.start(), body))
     return [body for lo, hi, body in found if not any(lo <= a and b <= hi and (a, b) != (lo, hi) for a, b, _ in found)]
