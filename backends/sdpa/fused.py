@@ -87,7 +87,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None,
     (nb, hq, dim), heads = q.shape, k.shape[2]
     mask = None
     if slopes is not None:
-        far = (torch.arange(k.shape[1]) - last).abs_().neg_().float()
+        far = (torch.arange(k.shape[1], device="cpu") - last).abs_().neg_().float()
         mask = (slopes[:, None] * far).view(1, heads, hq // heads, -1)
     out, lse = _cpu_flash(
         q.view(nb, heads, hq // heads, dim), k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=mask, scale=scale

@@ -32,12 +32,12 @@ def chunk_tokens() -> int:
 def buffer(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     """`numel` elements of this thread's buffer, which grows up to KEPT_BYTES; beyond, fresh memory."""
     if numel * dtype.itemsize > KEPT_BYTES:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     buffers = _kept.__dict__
     found = buffers.get((name, dtype))
     if found is None or found.numel() < numel:
         with torch.inference_mode(False):  # else later calls outside could not write into it
-            found = buffers[name, dtype] = torch.empty(max(numel, 1 << 12), dtype=dtype)
+            found = buffers[name, dtype] = torch.empty(max(numel, 1 << 12), dtype=dtype, device="cpu")
     return found[:numel]
 
 

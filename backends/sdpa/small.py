@@ -14,7 +14,7 @@ from . import arith
 from .tiled import INF, Rules
 
 MOST_SCORES = 1 << 14  # batch x heads x Sq x Sk
-_ZERO = torch.zeros(1)
+_ZERO = torch.zeros(1, device="cpu")
 _LEAST = torch.finfo(torch.float32).min
 
 
@@ -33,7 +33,7 @@ def hidden(sq: int, sk: int, left: int, right: int) -> tuple[Tensor | None, bool
 
 
 def _away(sq: int, sk: int) -> Tensor:
-    return torch.arange(sk - sq, sk)[:, None] - torch.arange(sk)
+    return torch.arange(sk - sq, sk, device="cpu")[:, None] - torch.arange(sk, device="cpu")
 
 
 @functools.lru_cache(maxsize=64)

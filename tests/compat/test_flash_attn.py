@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from portattn import ArgumentError, reference
+from portattn import ArgumentError, PortattnError, reference
 from portattn.compat import flash_attn as fa2
 from portattn.compat import flash_attn_interface as fa3
 from portattn.compat import flashinfer, vllm_flash_attn
@@ -534,3 +534,14 @@ def test_cache_batch_idx_names_rows_of_the_page_table_in_3_and_is_refused_with_o
         close(out[b], reference.attention(q[b][None], k[keys][None], v[keys][None], causal=True)[0][0])
     with pytest.raises(ArgumentError, match="cache_batch_idx"):
         fa2.flash_attn_with_kvcache(q, k_pages, v_pages, cache_seqlens=lens, cache_batch_idx=rows, block_table=table)
+
+
+def test_pages_that_require_grad_are_read_and_raise_in_backward():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged()
+    k_pages, v_pages, table = two_caches(k, v, cu_k)
+    call = lambda q: fa2.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, max_q, max_k, causal=True, return_attn_probs=True, block_table=table)
+    expected, expected_lse, _ = call(q)
+    out, lse, _ = call(q.clone().requires_grad_())
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and out.requires_grad
+    with pytest.raises(PortattnError, match="block_table"):
+        out.sum().backward()

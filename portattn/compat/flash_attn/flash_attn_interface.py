@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
+from ...errors import PortattnError
 from .._translate import kvcache, lengths, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
 
 __all__ = [
@@ -60,11 +61,29 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=bool(causal),
                                window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
                                return_lse=return_attn_probs)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        options = dict(causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
+        out, *rest = _ForwardOnly.apply(q, k, v, lambda *pages: flash_attn_varlen_func(
+            *pages, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, block_table=block_table, **options))
+        return (out, *rest) if return_attn_probs else out
     else:
         got = attention_paged(q, k, v, block_table, lengths(cu_seqlens_k), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
                               softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size,
                               softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs)
     return _with_probs(got) if return_attn_probs else got
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """flash-attn takes tensors that require grad over pages too, and fails in backward; so here, with a reason."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        return call(q, k, v)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise PortattnError("flash_attn_varlen_func: no gradients over a block_table, which no backend computes (nor does flash-attn): call it "
+                            "under torch.no_grad(), or without block_table")
 
 
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
