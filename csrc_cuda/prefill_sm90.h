@@ -3,12 +3,13 @@
 // Computes   out = softmax(score(q.k)) v for tiles of kRows packed rows (rows.h) of one sequence and kv head.
 // Layouts    as portattn/decode.h.
 // Tiling     A block stays on its multiprocessor and takes tiles from a queue, of a sequence those with most keys first.
-//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into one of two
-//            stages. The others compute 64 rows each.
+//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into one of kStages
+//            places. The others compute 64 rows each.
 // Overlap    A computing warpgroup starts q.k of the next block and p.v of this one together and does the softmax of the
-//            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
-//            products. The copying warpgroup runs ahead, over the end of a tile too.
-// Memory     q, two stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
+//            next while p.v still runs, over the end of a tile too; warpgroups take turns at starting, so that one's softmax
+//            runs beside the other's products. The copying warpgroup runs ahead.
+// Memory     shared: kQStages of q, kStages of k and of v, swizzled for wgmma (sm90.h). Registers: kD / 2 accumulators, kN / 2 scores,
+//            kN / 4 packed weights, and for small heads q, kD / 4.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
 // Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
 //            do not depend on what else is in the call.
@@ -26,7 +27,7 @@
 
 namespace portattn {
 
-template <class T, int kD, int kConsumers, int kN>
+template <class T, int kD, int kConsumers, int kN, int kQStages>
 struct PrefillSm90 {
   static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
   static constexpr int kRows = 64 * kConsumers;
@@ -35,8 +36,14 @@ struct PrefillSm90 {
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
-  static constexpr int kStages = 2;
-  static constexpr int kTakeRegisters = kConsumers == 2 ? 224 : 152, kGiveRegisters = 56;
+  static constexpr int kQBytes = kConsumers * kGroupBytes;
+  static constexpr int kStages = min_of(4, ((226 << 10) - kQStages * kQBytes) / (2 * kStageBytes));
+  static constexpr bool kHoldQ = kD < 128 && kN <= 128;  // in registers: its place is free for the next tile's at once
+  static_assert(kStages >= 2, "copies run ahead");
+  // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
+  static constexpr int kTakeRegisters = kD >= 192 || kN > 128 ? 224 : 216;
+  static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
+  static_assert(kConsumers == 2, "registers are dealt out for two");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
 
   struct Tile {
@@ -44,7 +51,7 @@ struct PrefillSm90 {
     int first, last;  // key blocks [first, last)
     Sequence s;
   };
-  enum { kFullQ, kEmptyQ, kFullK, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages, kBarriers = kEmptyV + kStages };
+  enum { kFullQ, kEmptyQ = kFullQ + kQStages, kFullK = kEmptyQ + kQStages, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages, kBarriers = kEmptyV + kStages };
   enum { kCopiers = 1, kTurns };  // named barriers
 
   struct Control {
@@ -54,8 +61,7 @@ struct PrefillSm90 {
     int sums[4];
     int prefix[sm90::kGroup + 1];
   };
-  static constexpr int kQBytes = kConsumers * kGroupBytes;
-  static constexpr int kWork = kQBytes + 2 * kStages * kStageBytes;
+  static constexpr int kWork = kQStages * kQBytes + 2 * kStages * kStageBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
@@ -65,7 +71,7 @@ struct PrefillSm90 {
   Control& control;
 
   PA_DEVICE PrefillSm90(const AttentionParams& params, u8* memory)
-      : p(params), q_tile(memory), k_tile(memory + kQBytes), v_tile(memory + kQBytes + kStages * kStageBytes),
+      : p(params), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kStages * kStageBytes),
         control(*reinterpret_cast<Control*>(memory + kWork)) {}
 
   PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
@@ -122,35 +128,35 @@ struct PrefillSm90 {
 
   // ---- copying
 
-  // What is copied is told to the others one step later, when it has surely arrived: copies stay in flight meanwhile.
-  struct Copier {
-    int untold = -1;   // the barrier of the last step
-    int keys = 0, values = 0, tiles = 0;  // so far, for stages and parities
-  };
-
-  PA_DEVICE void tell(Copier& c) const {
-    if (c.untold >= 0) {
-      sm90::stores_before_products();
-      sm90::arrive(barrier(c.untold));
+  // A place of kCount that are used in turn, and the parity of the round. A place is free to be filled when the round before
+  // is over, which in the first round is so from the start.
+  template <int kCount>
+  struct Ring {
+    int at = 0;
+    u32 round = 0;
+    PA_DEVICE void next() {
+      if (++at == kCount) {
+        at = 0;
+        round ^= 1;
+      }
     }
-    c.untold = -1;
-  }
-  PA_DEVICE void step(Copier& c, int full) const {
-    copy_commit();
-    copy_wait<1>();
-    tell(c);
-    c.untold = full;
-  }
-  PA_DEVICE void flush(Copier& c) const {
-    copy_wait<0>();
-    tell(c);
-  }
-  // Waits until a place is free that was used `times` times before; tells what is untold rather than wait with it.
-  PA_DEVICE void acquire(Copier& c, int empty, int times) const {
-    if (times == 0) return;
-    if (sm90::reached(barrier(empty), (times - 1) & 1)) return;
-    flush(c);
-    sm90::wait(barrier(empty), (times - 1) & 1);
+  };
+  struct Copier {
+    Ring<kStages> keys, values;
+    Ring<kQStages> q;
+    int tiles = 0;
+  };
+  template <int kCount>
+  PA_DEVICE void acquire(int empty, const Ring<kCount>& r) const { sm90::wait(barrier(empty + r.at), r.round ^ 1); }
+  // What was copied is there as soon as this thread's copies, and its stores if it made any, are.
+  PA_DEVICE void hand_over(int full, bool stored) const {
+    if (stored) {
+      copy_commit();
+      copy_wait<0>();
+      sm90::arrive(barrier(full));
+    } else {
+      sm90::arrive_when_copied(barrier(full));
+    }
   }
 
   // Where the sixteen keys of group lane() of a block begin.
@@ -162,15 +168,36 @@ struct PrefillSm90 {
 
   // One block of keys or values to the next stage; zeros past the length and past head_dim.
   PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, i64 lane_offset, bool of_v) const {
-    const int used = of_v ? c.values : c.keys, stage = used % kStages, dim = of_v ? p.head_dim_v : p.head_dim;
-    acquire(c, (of_v ? kEmptyV : kEmptyK) + stage, used / kStages);
+    const Ring<kStages> place = of_v ? c.values : c.keys;
+    const int stage = place.at, dim = of_v ? p.head_dim_v : p.head_dim;
+    acquire(of_v ? kEmptyV : kEmptyK, place);
+    if (of_v) c.values.next();
+    else c.keys.next();
     u8* to = (of_v ? v_tile : k_tile) + stage * kStageBytes;
     const T* from = static_cast<const T*>(of_v ? p.v : p.k);
     const int left = t.s.len_k - block * kN;  // of keys past the length no byte is read
-    if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
-      constexpr int kEach = ceil_div(16 * kPieces, sm90::kGroup);
-      const i64 token_stride = of_v ? p.v_token : p.k_token;
-#pragma unroll 2
+    constexpr int kEach = ceil_div(16 * kPieces, sm90::kGroup);
+    const i64 token_stride = of_v ? p.v_token : p.k_token;
+    const bool together = (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned);
+    if (together && left >= kN && dim == kD) {
+      const u8* source[kEach];
+      u8* target[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
+        source[j] = reinterpret_cast<const u8*>(from + r * token_stride + c * 8);
+        target[j] = to + c / 8 * kPanelBytes + sm90::place(r, c & 7);
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const i64 at = warp::shfl_idx<32>(lane_offset * 2, g);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+          if (16 * kPieces % sm90::kGroup == 0 || j * sm90::kGroup + thread_x() < 16 * kPieces)
+            copy_async16(target[j] + g * 16 * 128, source[j] + at);
+      }
+    } else if (together) {
+#pragma unroll 1
       for (int g = 0; g < kGroups; ++g) {
         const T* begin = from + warp::shfl_idx<32>(lane_offset, g);
 #pragma unroll
@@ -196,36 +223,77 @@ struct PrefillSm90 {
         else copy_elements16(place, from + at, n);
       }
     }
-    step(c, (of_v ? kFullV : kFullK) + stage);
-    if (of_v) ++c.values;
-    else ++c.keys;
+    hand_over((of_v ? kFullV : kFullK) + stage, !(p.flags & kAligned));
   }
 
-  PA_DEVICE void copy_q(Copier& c, const Tile& t) const {
-    acquire(c, kEmptyQ, c.tiles);
-    const int group = p.group, total = t.s.len_q * group;
+  PA_DEVICE void copy_q(const Tile& t, int stage) const {
+    constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
+    const int group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
+    bool stored = false;
 #pragma unroll 1
-    for (int i = thread_x(); i < kRows * kPieces; i += sm90::kGroup) {
-      const int r = i / kPieces, piece = i % kPieces, d = piece * 8, packed = t.first_row + r;
-      u8* to = q_tile + r / 64 * kGroupBytes + piece / 8 * kRowPanelBytes + sm90::place(r % 64, piece & 7);
-      const int token = quotient(packed, group), head = t.head_kv * group + packed - token * group;
-      const int n = packed < total ? min_of(8, max_of(0, p.head_dim - d)) : 0;
-      const T* row = static_cast<const T*>(p.q) + (n ? q_offset(p, t.s, t.b, token, head) : 0);
-      if (n == 0 || (!p.rotary_cos && (reinterpret_cast<u64>(row + d) & 15) == 0)) {
-        copy_async16(to, n ? row + d : p.q, n * 2);
-        continue;
-      }
+    for (int some = 0; some < kEach; some += 32) {
+      const int mine = t.first_row + from + some + warp::lane(), its_token = quotient(mine, group);
+      const i64 offset = some + warp::lane() < kEach && mine < total
+          ? q_offset(p, t.s, t.b, its_token, t.head_kv * group + mine - its_token * group) : -1;
+#pragma unroll 2
+      for (int i = warp::lane(); i < min_of(32, kEach - some) * kPieces; i += 32) {
+        const int nth = i / kPieces, r = from + some + nth, piece = i % kPieces, d = piece * 8;
+        const i64 at = warp::shfl_idx<32>(offset, nth);
+        u8* to = q_tile + stage * kQBytes + r / 64 * kGroupBytes + piece / 8 * kRowPanelBytes + sm90::place(r % 64, piece & 7);
+        const T* row = static_cast<const T*>(p.q) + at;
+        const int n = at >= 0 ? min_of(8, max_of(0, p.head_dim - d)) : 0;
+        if (n == 0 || (!p.rotary_cos && (reinterpret_cast<u64>(row + d) & 15) == 0)) {
+          copy_async16(to, n ? row + d : p.q, n * 2);
+          continue;
+        }
+        stored = true;
 #pragma unroll 1
-      for (int e = 0; e < 8; ++e) {
-        float y = 0.0f;
-        if (e < n)
-          y = p.rotary_cos ? turned(row, d + e, p.rotary_dim, token + t.s.len_k - t.s.len_q, p.rotary_cos, p.rotary_sin,
-                                    p.flags & kInterleaved, p.flags & kRotaryFloat)
-                           : to_float(row[d + e]);
-        reinterpret_cast<T*>(to)[e] = from_float<T>(y);
+        for (int e = 0; e < 8; ++e) {
+          float y = 0.0f;
+          if (e < n)
+            y = p.rotary_cos ? turned(row, d + e, p.rotary_dim, quotient(t.first_row + r, group) + t.s.len_k - t.s.len_q, p.rotary_cos,
+                                      p.rotary_sin, p.flags & kInterleaved, p.flags & kRotaryFloat)
+                             : to_float(row[d + e]);
+          reinterpret_cast<T*>(to)[e] = from_float<T>(y);
+        }
       }
     }
-    step(c, kFullQ);
+    hand_over(kFullQ + stage, stored);
+  }
+
+  PA_DEVICE void copy_tile(Copier& c, const Tile& t) const {
+    const int n = t.last - t.first, last = t.last - 1;
+    KvOffset now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
+    // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
+#pragma unroll 1
+    for (int i = 0; i < 2 * n; ++i) {
+      const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
+      const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
+      copy_block(c, t, last - nth, of_v ? now.v : i == 0 ? now.k : next.k, of_v);
+      if (i == 0) {
+        acquire(kEmptyQ, c.q);
+        copy_q(t, c.q.at);
+        c.q.next();
+      }
+      if (!of_v || i == 0) continue;
+      now = next;
+      next = look_up(t, max_of(t.first, last - nth - 2));
+    }
+  }
+
+  // The rows of a tile that sees no keys.
+  PA_DEVICE void write_nothing(const Tile& t) const {
+#pragma unroll 1
+    for (int r = thread_x(); r < min_of(kRows, t.s.len_q * p.group - t.first_row); r += sm90::kGroup) {
+      const int packed = t.first_row + r, token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
+      const i64 offset = out_offset(p, t.s, t.b, token, head);
+      if (p.lse) p.lse[lse_offset(p, t.s, t.b, token, head)] = finish<T>(p, -PA_INFINITY, 0.0f, head).lse;
+#pragma unroll 1
+      for (int d = 0; d < p.head_dim_v; ++d) {
+        if (p.flags & kOutFloat) static_cast<float*>(p.out)[offset + d] = 0.0f;
+        else static_cast<T*>(p.out)[offset + d] = {};
+      }
+    }
   }
 
   PA_DEVICE void copying(int block, int blocks) const {
@@ -237,25 +305,13 @@ struct PrefillSm90 {
       find(taken, slot);
       const Tile& t = slot;
       int upcoming = 0;
-      if (thread_x() == 0) upcoming = atomic_add_ordered(p.counters, 1);
-      const int n = t.last - t.first, last = t.last - 1;
-      KvOffset now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
-      // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
-#pragma unroll 1
-      for (int i = 0; i < 2 * n; ++i) {
-        const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
-        const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
-        copy_block(c, t, last - nth, of_v ? now.v : i == 0 ? now.k : next.k, of_v);
-        if (i == 0) copy_q(c, t);
-        if (!of_v || i == 0) continue;
-        now = next;
-        next = look_up(t, max_of(t.first, last - nth - 2));
+      if (thread_x() == 0) upcoming = atomic_add(p.counters, 1);
+      if (t.first < t.last) {
+        copy_tile(c, t);
+        ++c.tiles;
+      } else {
+        write_nothing(t);
       }
-      if (n == 0) {
-        acquire(c, kEmptyQ, c.tiles);
-        step(c, kFullQ);
-      }
-      ++c.tiles;
       if (thread_x() == 0) control.taken = blocks + upcoming;
       sm90::meet<sm90::kGroup>(kCopiers);
       taken = control.taken;
@@ -264,9 +320,8 @@ struct PrefillSm90 {
       control.tiles[c.tiles & 3].b = -1;
       if (atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
     }
-    acquire(c, kEmptyQ, c.tiles);
-    step(c, kFullQ);
-    flush(c);
+    acquire(kEmptyQ, c.q);
+    hand_over(kFullQ + c.q.at, true);
   }
 
   // ---- computing
@@ -344,10 +399,38 @@ struct PrefillSm90 {
     for (int i = 0; i < kN / 4; ++i) st.weights[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  PA_DEVICE void scores(u64 q, u64 k, float (&s)[kN / 2]) const {
+  struct Queries {
+    u32 held[kHoldQ ? kD / 16 : 1][4];
+    u64 tile;              // the first place's
+    Ring<kQStages> place;  // of the tile that is computed, or comes next
+  };
+  // A tile's queries are there: into registers, or they stay where they are until `done`.
+  PA_DEVICE void take(Queries& q) const {
+    if constexpr (kHoldQ) {
+      const u8* rows = q_tile + q.place.at * kQBytes + (thread_x() / sm90::kGroup - 1) * kGroupBytes;
+      const int row = thread_x() % sm90::kGroup / 32 * 16 + (warp::lane() & 15);
 #pragma unroll
-    for (int d = 0; d < kD / 16; ++d)
-      sm90::multiply_rows<kN, T>(s, q + (d / 4 * kRowPanelBytes + d % 4 * 32) / 16, k + (d / 4 * kPanelBytes + d % 4 * 32) / 16, d > 0);
+      for (int d = 0; d < kD / 16; ++d) {
+        const int chunk = 2 * d + (warp::lane() >> 4);
+        load_matrices(q.held[d], rows + chunk / 8 * kRowPanelBytes + sm90::place(row, chunk & 7));
+      }
+      warp::wave_sync();
+      release(kEmptyQ + q.place.at);
+      q.place.next();
+    }
+  }
+  PA_DEVICE void done(Queries& q) const {
+    if constexpr (kHoldQ) return;
+    release(kEmptyQ + q.place.at);
+    q.place.next();
+  }
+  PA_DEVICE void scores(const Queries& q, u64 k, float (&s)[kN / 2]) const {
+#pragma unroll
+    for (int d = 0; d < kD / 16; ++d) {
+      const u64 rows = k + (d / 4 * kPanelBytes + d % 4 * 32) / 16;
+      if constexpr (kHoldQ) sm90::multiply_rows<kN, T>(s, q.held[d], rows, d > 0);
+      else sm90::multiply_rows<kN, T>(s, q.tile + q.place.at * (kQBytes / 16) + (d / 4 * kRowPanelBytes + d % 4 * 32) / 16, rows, d > 0);
+    }
     sm90::products_commit();
   }
   PA_DEVICE void values(State& st, u64 v) const {
@@ -359,6 +442,11 @@ struct PrefillSm90 {
     sm90::products_commit();
   }
 
+  template <int kCount>
+  PA_DEVICE void await(int full, const Ring<kCount>& r) const {
+    sm90::wait(barrier(full + r.at), r.round);
+    sm90::products_see_copies();
+  }
   PA_DEVICE void release(int empty) const {
     if (warp::lane() == 0) sm90::arrive(barrier(empty));
   }
@@ -426,85 +514,117 @@ struct PrefillSm90 {
     else b = other;
   }
 
-  PA_DEVICE void computing() const {
-    using sm90::kGroup;
-    const int group = thread_x() / kGroup - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
-    const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
-    if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
-    int blocks = 0, values_done = 0;
-#pragma unroll 1
-    for (int tiles = 0;; ++tiles) {
-      sm90::wait(barrier(kFullQ), tiles & 1);
-      const Tile& t = control.tiles[tiles & 3];
-      if (t.b < 0) return;
-      State st;
+  PA_DEVICE void begin(const Tile& t, State& st, int warp_row) const {
 #pragma unroll
-      for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
-      const int warp_row = t.first_row + group * 64 + thread_x() % kGroup / 32 * 16, first_row = warp_row + warp::lane() / 4;
+    for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        st.m[r] = -PA_INFINITY;
-        st.l[r] = 0.0f;
-        const int token = quotient(first_row + 8 * r, p.group);
-        st.row[r] = visible(p, t.s, token, token);
-      }
-      st.clear_lo = visible(p, t.s, quotient(warp_row + 15, p.group), 0).lo;
-      st.clear_hi = visible(p, t.s, 0, quotient(warp_row, p.group)).hi;
-      st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
-      st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
-      st.factor = st.plain ? st.scoring.scale : 1.0f;
+    for (int r = 0; r < 2; ++r) {
+      st.m[r] = -PA_INFINITY;
+      st.l[r] = 0.0f;
+      const int token = quotient(warp_row + warp::lane() / 4 + 8 * r, p.group);
+      st.row[r] = visible(p, t.s, token, token);
+    }
+    st.clear_lo = visible(p, t.s, quotient(warp_row + 15, p.group), 0).lo;
+    st.clear_hi = visible(p, t.s, 0, quotient(warp_row, p.group)).hi;
+    st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
+    st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
+    st.factor = st.plain ? st.scoring.scale : 1.0f;
+  }
 
-      if (t.first < t.last) {
-        float s[kN / 2], shrink[2];
-        int n = t.last - 1;
-        sm90::wait(barrier(kFullK + blocks % kStages), blocks / kStages & 1);
-        sm90::pin(s);
-        sm90::products_begin();
-        scores(q, k + blocks % kStages * (kStageBytes / 16), s);
-        sm90::products_wait<0>();
-        sm90::pin(s);
-        release(kEmptyK + blocks % kStages);
-        ++blocks;
-        softmax(t, st, n, first_row, s, shrink);
-        pack(st, s);
+  // Waits for a tile, or for word that there are no more.
+  PA_DEVICE bool comes(int number, const Queries& q) const {
+    await(kFullQ, q.place);
+    return control.tiles[number & 3].b >= 0;
+  }
+
+  // Whose turn it is to start products.
+  PA_DEVICE void turn_begins() const {
+    if constexpr (kConsumers > 1) sm90::meet<2 * sm90::kGroup>(kTurns + thread_x() / sm90::kGroup - 1);
+  }
+  PA_DEVICE void turn_ends() const {
+    if constexpr (kConsumers > 1) sm90::pass<2 * sm90::kGroup>(kTurns + thread_x() / sm90::kGroup % kConsumers);
+  }
+
+  PA_DEVICE void computing() const {
+    const int group = thread_x() / sm90::kGroup - 1;
+    const u64 k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
+    Ring<kStages> key, value;
+    Queries q;
+    q.tile = kHoldQ ? 0 : sm90::tile_at(q_tile + group * kGroupBytes);
+    State st;
+    float s[kN / 2], shrink[2];
+    const auto start_scores = [&] {
+      sm90::pin(s);
+      sm90::products_begin();
+      scores(q, k + key.at * (kStageBytes / 16), s);
+    };
+    const auto start_values = [&] {
+      sm90::pin(st.o);
+      sm90::products_begin();
+      values(st, v + value.at * (kStageBytes / 16));
+    };
+    if (group == kConsumers - 1) turn_ends();  // the first group's turn begins
+
+    int tiles = 0;
+    if (!comes(tiles, q)) return;
+    take(q);
+    await(kFullK, key);
+    start_scores();
 #pragma unroll 1
-        for (; n > t.first; --n) {
-          sm90::wait(barrier(kFullK + blocks % kStages), blocks / kStages & 1);
-          if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
-          sm90::pin(s);
-          sm90::pin(st.o);
-          sm90::products_begin();
-          scores(q, k + blocks % kStages * (kStageBytes / 16), s);
-          sm90::wait(barrier(kFullV + values_done % kStages), values_done / kStages & 1);
-          values(st, v + values_done % kStages * (kStageBytes / 16));
-          if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
-          sm90::products_wait<1>();
-          sm90::pin(s);
-          release(kEmptyK + blocks % kStages);
-          ++blocks;
-          softmax(t, st, n - 1, first_row, s, shrink);
-          sm90::products_wait<0>();
-          sm90::pin(st.o);
-          release(kEmptyV + values_done % kStages);
-          ++values_done;
-#pragma unroll
-          for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
-          pack(st, s);
-        }
-        release(kEmptyQ);
-        sm90::wait(barrier(kFullV + values_done % kStages), values_done / kStages & 1);
-        sm90::pin(st.o);
-        sm90::products_begin();
-        values(st, v + values_done % kStages * (kStageBytes / 16));
+    for (;; ++tiles) {  // the first scores of the tile are under way
+      const Tile& t = control.tiles[tiles & 3];
+      const int warp_row = t.first_row + group * 64 + thread_x() % sm90::kGroup / 32 * 16, first_row = warp_row + warp::lane() / 4;
+      int n = t.last - 1;
+      begin(t, st, warp_row);
+      sm90::products_wait<0>();
+      sm90::pin(s);
+      release(kEmptyK + key.at);
+      key.next();
+      if (n == t.first) done(q);
+      softmax(t, st, n, first_row, s, shrink);
+      pack(st, s);
+#pragma unroll 1
+      for (; n > t.first; --n) {
+        await(kFullK, key);
+        turn_begins();
+        start_scores();
+        await(kFullV, value);
+        start_values();
+        turn_ends();
+        sm90::products_wait<1>();
+        sm90::pin(s);
+        release(kEmptyK + key.at);
+        key.next();
+        if (n - 1 == t.first) done(q);
+        softmax(t, st, n - 1, first_row, s, shrink);
         sm90::products_wait<0>();
         sm90::pin(st.o);
-        release(kEmptyV + values_done % kStages);
-        ++values_done;
-      } else {
-        release(kEmptyQ);
+        release(kEmptyV + value.at);
+        value.next();
+#pragma unroll
+        for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
+        pack(st, s);
       }
+      await(kFullV, value);
+      if (!comes(tiles + 1, q)) break;
+      // The last values, and the first scores of the next tile: they run beside the end of this one.
+      take(q);
+      await(kFullK, key);
+      turn_begins();
+      start_values();
+      start_scores();
+      turn_ends();
+      sm90::products_wait<1>();
+      sm90::pin(st.o);
+      release(kEmptyV + value.at);
+      value.next();
       write(t, st, first_row);
     }
+    const Tile& t = control.tiles[tiles & 3];
+    start_values();
+    sm90::products_wait<0>();
+    sm90::pin(st.o);
+    write(t, st, t.first_row + group * 64 + thread_x() % sm90::kGroup / 32 * 16 + warp::lane() / 4);
   }
 
   // ---- a block
@@ -512,7 +632,7 @@ struct PrefillSm90 {
   PA_DEVICE void run(int block, int blocks) const {
     if (thread_x() == 0) {
       for (int i = 0; i < kBarriers; ++i) {
-        const bool full = i == kFullQ || (i >= kFullK && i < kEmptyK) || (i >= kFullV && i < kEmptyV);
+        const bool full = i < kEmptyQ || (i >= kFullK && i < kEmptyK) || (i >= kFullV && i < kEmptyV);
         sm90::init(barrier(i), full ? sm90::kGroup : 4 * kConsumers);
       }
       sm90::init_done();

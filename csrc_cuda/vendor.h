@@ -40,6 +40,9 @@ PA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_gen
 PA_DEVICE void copy_async16(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
 }
+PA_DEVICE void copy_async16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
 PA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `kPending` of this thread's groups are unfinished.
 template <int kPending>
@@ -61,6 +64,12 @@ PA_DEVICE void publish_to_blocks() {}
 PA_DEVICE int atomic_add_ordered(int* p, int x) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
+  return before;
+}
+// Adds and returns what was there; orders nothing else.
+PA_DEVICE int atomic_add(int* p, int x) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
   return before;
 }
 // A load that other blocks' writes of this launch are visible to (it goes past L1).

@@ -45,6 +45,7 @@ inline void copy_async16(void* shared, const void* global, int bytes) {
   if (bytes) std::memcpy(c.bytes, global, bytes);
   simt::lane().open.push_back(c);
 }
+inline void copy_async16(void* shared, const void* global) { copy_async16(shared, global, 16); }
 inline void copy_commit() {
   simt::lane().groups.push_back(std::move(simt::lane().open));
   simt::lane().open.clear();
@@ -65,6 +66,12 @@ inline int atomic_add_ordered(int* p, int x) {
 }
 inline float load_shared_by_blocks(const float* p) { return *p; }
 inline void load4_shared_by_blocks(const float* p, float (&x)[4]) { std::memcpy(x, p, 16); }
+
+inline int atomic_add(int* p, int x) {
+  const int before = *p;
+  *p += x;
+  return before;
+}
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float log2_fast(float x) { return std::log2(x); }
