@@ -53,44 +53,52 @@ def lse_of_fa2(lse: Tensor) -> Tensor:
 # ------------------------------------------------------------------ small tensors that are asked for again and again
 # What is kept never changes, and nothing on a device that a graph or another stream may still read is let go.
 _KEPT = 1024
-_rows: dict[tuple[int, torch.device], Tensor] = {}
-_counts: dict[tuple[int, torch.device], Tensor] = {}
-_equal: dict[tuple[int, int, torch.device], Tensor] = {}
+_rows: dict[Any, Tensor] = {}  # keys leave the device out on CPU: hashing one costs as much as the rest of a lookup
+_counts: dict[Any, Tensor] = {}
+_equal: dict[tuple[int, int], Tensor] = {}
 _ends: tuple = (None, 0, 0, None, None)
 
 
-def row_table(batch: int, device: torch.device) -> Tensor:
+def row_table(batch: int, like: Tensor) -> Tensor:
     """(B, 1) int32 of 0 .. B - 1: the block table under which row b of a contiguous cache is page b. Kept, but for graph captures."""
     if _is_compiling():
-        return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    table = _rows.get((batch, device))
+        return torch.arange(batch, dtype=torch.int32, device=like.device)[:, None]
+    key = batch if like.is_cpu else (batch, like.device)
+    table = _rows.get(key)
     if table is None:
-        if len(_rows) >= _KEPT or capturing(device):  # memory of a capture would belong to the graph
-            return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-        # A copy from the host waits until the values are there, so any stream may read them later.
-        table = _rows[batch, device] = torch.arange(batch, dtype=torch.int32)[:, None].to(device)
+        # A copy from the host waits until the values are there, so any stream may read them later; not in a capture, whose memory is the graph's.
+        if len(_rows) >= _KEPT or capturing(like.device):
+            return torch.arange(batch, dtype=torch.int32, device=like.device)[:, None]
+        table = torch.arange(batch, dtype=torch.int32, device="cpu")[:, None].to(like.device)
+        if type(table) is Tensor:  # a fake one is of its mode only
+            _rows[key] = table
     return table
 
 
 def plus(lens: Tensor, n: int) -> Tensor:
     """lens + n; adding a kept tensor costs half of adding a Python number."""
-    count = _counts.get((n, lens.device))
+    key = n if lens.is_cpu else (n, lens.device)
+    count = _counts.get(key)
     if count is None:
         if len(_counts) >= _KEPT or _is_compiling() or capturing(lens.device):
             return lens + n
-        count = _counts[n, lens.device] = torch.tensor(n, dtype=torch.int32).to(lens.device)
+        count = torch.tensor(n, dtype=torch.int32, device="cpu").to(lens.device)
+        if type(count) is Tensor:
+            _counts[key] = count
     return lens + count
 
 
-def equal_lengths(length: int, batch: int, device: torch.device) -> Tensor:
+def equal_lengths(length: int, batch: int, like: Tensor) -> Tensor:
     """(B,) int32, all `length`. Every layer of a step asks for the same ones; kept on CPU, where no stream can still be reading them."""
-    lens = _equal.get((length, batch, device))
+    if not like.is_cpu or _is_compiling():
+        return torch.full((batch,), length, dtype=torch.int32, device=like.device)
+    lens = _equal.get((length, batch))
     if lens is None:
-        lens = torch.full((batch,), length, dtype=torch.int32, device=device)
-        if device.type == "cpu" and not _is_compiling():
-            if len(_equal) >= _KEPT:
-                _equal.clear()
-            _equal[length, batch, device] = lens
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
+        if len(_equal) >= _KEPT:
+            _equal.clear()
+        if type(lens) is Tensor:
+            _equal[length, batch] = lens
     return lens
 
 
@@ -100,9 +108,9 @@ def lengths(cu_seqlens: Tensor) -> Tensor:
     if type(cu_seqlens) is not Tensor or _is_compiling():
         return cu_seqlens.diff()
     of, pointer, n, ends, starts = _ends
-    if of is not cu_seqlens or pointer != cu_seqlens.data_ptr() or n != cu_seqlens.shape[0]:  # the latter two: set_() and resize_()
+    if of is not cu_seqlens or pointer != cu_seqlens.data_ptr() or n != cu_seqlens.numel():  # the latter two: set_() and resize_()
         ends, starts = cu_seqlens[1:], cu_seqlens[:-1]
-        _ends = (cu_seqlens, cu_seqlens.data_ptr(), cu_seqlens.shape[0], ends, starts)
+        _ends = (cu_seqlens, cu_seqlens.data_ptr(), cu_seqlens.numel(), ends, starts)
     return ends - starts
 
 
@@ -141,17 +149,20 @@ def plain_kvcache(call: str, q: Tensor, k_cache: Tensor, k: Tensor | None, cache
         if cache_seqlens is None or new != q.shape[1]:
             return None
     if block_table is None:
-        block_table = _own_rows(call, q.shape[0], k_cache, q.device)
+        batch = q.shape[0]
+        block_table = _rows.get(batch) if q.is_cpu else None
+        if block_table is None or batch > k_cache.shape[0] or _is_compiling():
+            block_table = _own_rows(call, batch, k_cache)
     if not isinstance(cache_seqlens, Tensor):
         return block_table, _from_host(call, cache_seqlens, new, k_cache, block_table)
     return block_table, plus(cache_seqlens, new) if new else cache_seqlens
 
 
-def _own_rows(call: str, batch: int, k_cache: Tensor, device: torch.device) -> Tensor:
+def _own_rows(call: str, batch: int, k_cache: Tensor) -> Tensor:
     """The table under which sequence b lies in row b of a contiguous cache."""
     if batch > k_cache.shape[0]:
         raise ArgumentError(f"{call}: k_cache: wanted at least {batch} rows, one a sequence of q, got {k_cache.shape[0]}")
-    return row_table(batch, device)
+    return row_table(batch, k_cache)
 
 
 def _from_host(call: str, length: int | None, new: int, k_cache: Tensor, table: Tensor) -> Tensor:
@@ -164,7 +175,7 @@ def _from_host(call: str, length: int | None, new: int, k_cache: Tensor, table: 
     if length + new > room:
         raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room - new}, as the block_table has {pages} pages of {k_cache.shape[1]} "
                             f"tokens a sequence and {new} are appended, got {length}")
-    return equal_lengths(length + new, batch, table.device)
+    return equal_lengths(length + new, batch, table)
 
 
 def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
@@ -180,7 +191,7 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
     ragged = cu_seqlens_q is not None
     if block_table is None:
         batch = cu_seqlens_q.shape[0] - 1 if ragged else q.shape[0]
-        block_table = _own_rows(call, batch, k_cache, q.device) if cache_batch_idx is None else cache_batch_idx[:, None]
+        block_table = _own_rows(call, batch, k_cache) if cache_batch_idx is None else cache_batch_idx[:, None]
     elif cache_batch_idx is not None:
         raise ArgumentError(f"{call}: cache_batch_idx: wanted None together with a block table, which says where each sequence lies")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..api import attention, attention_paged, attention_varlen, merge_states
 from . import _chunks
-from ._translate import kvcache, lengths, lse_heads_first, plain_kvcache, refuse, sequence_of, window
+from ._translate import ANY, kvcache, lengths, lse_heads_first, plain_kvcache, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
            "get_scheduler_metadata"]
@@ -85,7 +85,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
                             cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
                             q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-                            softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+                            softmax_scale=None, causal=False, window_size=ANY, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
                             scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False):
     """q (B, Sq, Hq, D), or (Tq, Hq, D) with cu_seqlens_q, over caches (B, Smax, Hkv, D), or pages (N, P, Hkv, D) with page_table.
 
@@ -99,18 +99,22 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         q = _scaled(q, q_descale, None, cu_seqlens_q)
     if page_table is not None and cache_batch_idx is not None:  # FlashAttention 3 names rows of the table so; 2 refuses the two together
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    causal, window_size, softcap = bool(causal), window(window_size), softcap if softcap > 0 else 0.0
-    plain = None
+    if type(causal) is not bool:
+        causal = bool(causal)
+    if window_size is not ANY:
+        window_size = window(window_size)
+    softcap = softcap if softcap > 0 else 0.0
     if (rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and cu_seqlens_q is None and cu_seqlens_k_new is None
             and not attention_chunk and (k is None) is (v is None)):
         plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, page_table)
-    if plain is not None:
-        page_table, lens = plain
-    else:
-        q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
-            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale,
-            bool(attention_chunk))
+        if plain is not None:
+            got = attention_paged(q, k_cache, v_cache, plain[0], plain[1], k=k, v=v, softmax_scale=softmax_scale, causal=causal,
+                                  window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
+                                  return_lse=return_softmax_lse)
+            return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
+    q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
+        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+        rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale, bool(attention_chunk))
     if attention_chunk:
         got = _chunks.paged(q, k_cache, v_cache, page_table, lens, _chunks.check("flash_attn_with_kvcache", attention_chunk),
                             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
 from ...errors import PortattnError
-from .._translate import kvcache, lengths, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
+from .._translate import ANY, kvcache, lengths, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
@@ -46,19 +46,22 @@ def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=Fa
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-                           window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+                           window_size=ANY, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
                            block_table=None):
     """q (Tq, Hq, D), k, v (Tk, Hkv, D) -> out, or (out, lse (Hq, Tq), an empty tensor). With block_table (B, M), k and v are pages
     (N, P, Hkv, D) of any page size and cu_seqlens_k gives their lengths only."""
     if dropout_p:
         refuse_dropout("flash_attn_varlen_func", dropout_p)
-    window_size = window(window_size)
+    if type(causal) is not bool:
+        causal = bool(causal)
+    if window_size is not ANY:
+        window_size = window(window_size)
     if type(max_seqlen_q) is not int:
         max_seqlen_q = int(max_seqlen_q)
     if block_table is None:
         if type(max_seqlen_k) is not int:
             max_seqlen_k = int(max_seqlen_k)
-        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=bool(causal),
+        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
                                window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
                                return_lse=return_attn_probs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -68,7 +71,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         return (out, *rest) if return_attn_probs else out
     else:
         got = attention_paged(q, k, v, block_table, lengths(cu_seqlens_k), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-                              softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size,
+                              softmax_scale=softmax_scale, causal=causal, window_size=window_size,
                               softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs)
     return _with_probs(got) if return_attn_probs else got
 
@@ -105,26 +108,31 @@ def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqle
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens: int | Tensor | None = None,
                             cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-                            softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None,
+                            softmax_scale=None, causal=False, window_size=ANY, softcap=0.0, rotary_interleaved=True, alibi_slopes=None,
                             num_splits=0, return_softmax_lse=False):
     """q (B, Sq, Hq, D) over caches (B, Smax, Hkv, D), or pages (N, P, Hkv, D) with block_table -> out, or (out, lse (B, Hq, Sq)).
 
     k, v (B, Snew, Hkv, D) are written at cache_seqlens, cache_seqlens + 1, … first. q turns at the same positions if causal or
     windowed, else all of it at cache_seqlens. Keys before cache_leftpad are not seen; cache_batch_idx names each sequence's row.
     """
-    causal, window_size, softcap = bool(causal), window(window_size), softcap if softcap > 0 else 0.0
-    plain = None
+    if type(causal) is not bool:
+        causal = bool(causal)
+    if window_size is not ANY:
+        window_size = window(window_size)
     if rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and (k is None) is (v is None):
         plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, block_table)
-    if plain is not None:
-        block_table, lens = plain
-    else:
-        q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
-            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, rotary_interleaved, causal, window_size)
+        if plain is not None:
+            got = attention_paged(q, k_cache, v_cache, plain[0], plain[1], k=k, v=v, softmax_scale=softmax_scale, causal=causal,
+                                  window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
+                                  num_splits=num_splits, return_lse=return_softmax_lse)
+            return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
+    q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
+        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        block_table, rotary_interleaved, causal, window_size)
     got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                           rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                          softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse)
+                          softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits,
+                          return_lse=return_softmax_lse)
     return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
 
 
