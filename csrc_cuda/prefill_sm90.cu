@@ -1,8 +1,8 @@
-// Entry point of prefill_sm90.h: PA_T, PA_D, PA_CONSUMERS warpgroups that compute, PA_N keys at a time, PA_Q places for q.
+// Entry point of prefill_sm90.h: PA_T, PA_D, PA_CONSUMERS warpgroups that compute, PA_N keys at a time.
 #include "prefill_sm90.h"
 
 using namespace portattn;
-using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N, PA_Q>;
+using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
 portattn_prefill_sm90(const __grid_constant__ AttentionParams p) {

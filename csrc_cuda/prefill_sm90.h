@@ -3,13 +3,12 @@
 // Computes   out = softmax(score(q.k)) v for tiles of kRows packed rows (rows.h) of one sequence and kv head.
 // Layouts    as portattn/decode.h.
 // Tiling     A block stays on its multiprocessor and takes tiles from a queue, of a sequence those with most keys first.
-//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into one of kStages
-//            places. The others compute 64 rows each.
+//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into one of two
+//            stages. The others compute 64 rows each.
 // Overlap    A computing warpgroup starts q.k of the next block and p.v of this one together and does the softmax of the
-//            next while p.v still runs, over the end of a tile too; warpgroups take turns at starting, so that one's softmax
-//            runs beside the other's products. The copying warpgroup runs ahead.
-// Memory     shared: kQStages of q, kStages of k and of v, swizzled for wgmma (sm90.h). Registers: kD / 2 accumulators, kN / 2 scores,
-//            kN / 4 packed weights, and for small heads q, kD / 4.
+//            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
+//            products. The copying warpgroup runs ahead, over the end of a tile too.
+// Memory     q, two stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
 // Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
 //            do not depend on what else is in the call.
@@ -27,7 +26,7 @@
 
 namespace portattn {
 
-template <class T, int kD, int kConsumers, int kN, int kQStages>
+template <class T, int kD, int kConsumers, int kN>
 struct PrefillSm90 {
   static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
   static constexpr int kRows = 64 * kConsumers;
@@ -36,12 +35,12 @@ struct PrefillSm90 {
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
+  static constexpr int kStages = 2;
   static constexpr int kQBytes = kConsumers * kGroupBytes;
-  static constexpr int kStages = min_of(4, ((226 << 10) - kQStages * kQBytes) / (2 * kStageBytes));
-  static constexpr bool kHoldQ = kD < 128 && kN <= 128;  // in registers: its place is free for the next tile's at once
-  static_assert(kStages >= 2, "copies run ahead");
+  static constexpr int kRoom = 231 << 10;  // q of the next tile is copied early where there is room for it
+  static constexpr int kQStages = 2 * kQBytes + 2 * kStages * kStageBytes <= kRoom - 8192 ? 2 : 1;
   // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
-  static constexpr int kTakeRegisters = kD >= 192 || kN > 128 ? 224 : 216;
+  static constexpr int kTakeRegisters = kD == 192 || kN > 128 ? 224 : 216;
   static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
   static_assert(kConsumers == 2, "registers are dealt out for two");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
@@ -51,7 +50,7 @@ struct PrefillSm90 {
     int first, last;  // key blocks [first, last)
     Sequence s;
   };
-  enum { kFullQ, kEmptyQ = kFullQ + kQStages, kFullK = kEmptyQ + kQStages, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages, kBarriers = kEmptyV + kStages };
+  enum { kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages, kBarriers = kEmptyV + kStages };
   enum { kCopiers = 1, kTurns };  // named barriers
 
   struct Control {
@@ -128,26 +127,12 @@ struct PrefillSm90 {
 
   // ---- copying
 
-  // A place of kCount that are used in turn, and the parity of the round. A place is free to be filled when the round before
-  // is over, which in the first round is so from the start.
-  template <int kCount>
-  struct Ring {
-    int at = 0;
-    u32 round = 0;
-    PA_DEVICE void next() {
-      if (++at == kCount) {
-        at = 0;
-        round ^= 1;
-      }
-    }
-  };
-  struct Copier {
-    Ring<kStages> keys, values;
-    Ring<kQStages> q;
-    int tiles = 0;
-  };
-  template <int kCount>
-  PA_DEVICE void acquire(int empty, const Ring<kCount>& r) const { sm90::wait(barrier(empty + r.at), r.round ^ 1); }
+  struct Copier { int keys = 0, values = 0, tiles = 0; };  // so far, for stages and parities
+
+  // Waits until a place is free that was used `times` times before.
+  PA_DEVICE void acquire(int empty, int times) const {
+    if (times > 0) sm90::wait(barrier(empty), (times - 1) & 1);
+  }
   // What was copied is there as soon as this thread's copies, and its stores if it made any, are.
   PA_DEVICE void hand_over(int full, bool stored) const {
     if (stored) {
@@ -168,11 +153,8 @@ struct PrefillSm90 {
 
   // One block of keys or values to the next stage; zeros past the length and past head_dim.
   PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, i64 lane_offset, bool of_v) const {
-    const Ring<kStages> place = of_v ? c.values : c.keys;
-    const int stage = place.at, dim = of_v ? p.head_dim_v : p.head_dim;
-    acquire(of_v ? kEmptyV : kEmptyK, place);
-    if (of_v) c.values.next();
-    else c.keys.next();
+    const int used = of_v ? c.values : c.keys, stage = used % kStages, dim = of_v ? p.head_dim_v : p.head_dim;
+    acquire((of_v ? kEmptyV : kEmptyK) + stage, used / kStages);
     u8* to = (of_v ? v_tile : k_tile) + stage * kStageBytes;
     const T* from = static_cast<const T*>(of_v ? p.v : p.k);
     const int left = t.s.len_k - block * kN;  // of keys past the length no byte is read
@@ -224,11 +206,14 @@ struct PrefillSm90 {
       }
     }
     hand_over((of_v ? kFullV : kFullK) + stage, !(p.flags & kAligned));
+    if (of_v) ++c.values;
+    else ++c.keys;
   }
 
-  PA_DEVICE void copy_q(const Tile& t, int stage) const {
+  PA_DEVICE void copy_q(const Copier& c, const Tile& t) const {
     constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
-    const int group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
+    const int stage = c.tiles % kQStages, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
+    acquire(kEmptyQ + stage, c.tiles / kQStages);
     bool stored = false;
 #pragma unroll 1
     for (int some = 0; some < kEach; some += 32) {
@@ -261,41 +246,6 @@ struct PrefillSm90 {
     hand_over(kFullQ + stage, stored);
   }
 
-  PA_DEVICE void copy_tile(Copier& c, const Tile& t) const {
-    const int n = t.last - t.first, last = t.last - 1;
-    KvOffset now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
-    // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
-#pragma unroll 1
-    for (int i = 0; i < 2 * n; ++i) {
-      const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
-      const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
-      copy_block(c, t, last - nth, of_v ? now.v : i == 0 ? now.k : next.k, of_v);
-      if (i == 0) {
-        acquire(kEmptyQ, c.q);
-        copy_q(t, c.q.at);
-        c.q.next();
-      }
-      if (!of_v || i == 0) continue;
-      now = next;
-      next = look_up(t, max_of(t.first, last - nth - 2));
-    }
-  }
-
-  // The rows of a tile that sees no keys.
-  PA_DEVICE void write_nothing(const Tile& t) const {
-#pragma unroll 1
-    for (int r = thread_x(); r < min_of(kRows, t.s.len_q * p.group - t.first_row); r += sm90::kGroup) {
-      const int packed = t.first_row + r, token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
-      const i64 offset = out_offset(p, t.s, t.b, token, head);
-      if (p.lse) p.lse[lse_offset(p, t.s, t.b, token, head)] = finish<T>(p, -PA_INFINITY, 0.0f, head).lse;
-#pragma unroll 1
-      for (int d = 0; d < p.head_dim_v; ++d) {
-        if (p.flags & kOutFloat) static_cast<float*>(p.out)[offset + d] = 0.0f;
-        else static_cast<T*>(p.out)[offset + d] = {};
-      }
-    }
-  }
-
   PA_DEVICE void copying(int block, int blocks) const {
     Copier c;
     const int tiles = count();
@@ -306,12 +256,24 @@ struct PrefillSm90 {
       const Tile& t = slot;
       int upcoming = 0;
       if (thread_x() == 0) upcoming = atomic_add(p.counters, 1);
-      if (t.first < t.last) {
-        copy_tile(c, t);
-        ++c.tiles;
-      } else {
-        write_nothing(t);
+      const int n = t.last - t.first, last = t.last - 1;
+      KvOffset now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
+      // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
+#pragma unroll 1
+      for (int i = 0; i < 2 * n; ++i) {
+        const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
+        const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
+        copy_block(c, t, last - nth, of_v ? now.v : i == 0 ? now.k : next.k, of_v);
+        if (i == 0) copy_q(c, t);
+        if (!of_v || i == 0) continue;
+        now = next;
+        next = look_up(t, max_of(t.first, last - nth - 2));
       }
+      if (n == 0) {
+        acquire(kEmptyQ + c.tiles % kQStages, c.tiles / kQStages);
+        hand_over(kFullQ + c.tiles % kQStages, true);
+      }
+      ++c.tiles;
       if (thread_x() == 0) control.taken = blocks + upcoming;
       sm90::meet<sm90::kGroup>(kCopiers);
       taken = control.taken;
@@ -320,8 +282,8 @@ struct PrefillSm90 {
       control.tiles[c.tiles & 3].b = -1;
       if (atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
     }
-    acquire(kEmptyQ, c.q);
-    hand_over(kFullQ + c.q.at, true);
+    acquire(kEmptyQ + c.tiles % kQStages, c.tiles / kQStages);
+    hand_over(kFullQ + c.tiles % kQStages, true);
   }
 
   // ---- computing
@@ -399,38 +361,10 @@ struct PrefillSm90 {
     for (int i = 0; i < kN / 4; ++i) st.weights[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  struct Queries {
-    u32 held[kHoldQ ? kD / 16 : 1][4];
-    u64 tile;              // the first place's
-    Ring<kQStages> place;  // of the tile that is computed, or comes next
-  };
-  // A tile's queries are there: into registers, or they stay where they are until `done`.
-  PA_DEVICE void take(Queries& q) const {
-    if constexpr (kHoldQ) {
-      const u8* rows = q_tile + q.place.at * kQBytes + (thread_x() / sm90::kGroup - 1) * kGroupBytes;
-      const int row = thread_x() % sm90::kGroup / 32 * 16 + (warp::lane() & 15);
+  PA_DEVICE void scores(u64 q, u64 k, float (&s)[kN / 2]) const {
 #pragma unroll
-      for (int d = 0; d < kD / 16; ++d) {
-        const int chunk = 2 * d + (warp::lane() >> 4);
-        load_matrices(q.held[d], rows + chunk / 8 * kRowPanelBytes + sm90::place(row, chunk & 7));
-      }
-      warp::wave_sync();
-      release(kEmptyQ + q.place.at);
-      q.place.next();
-    }
-  }
-  PA_DEVICE void done(Queries& q) const {
-    if constexpr (kHoldQ) return;
-    release(kEmptyQ + q.place.at);
-    q.place.next();
-  }
-  PA_DEVICE void scores(const Queries& q, u64 k, float (&s)[kN / 2]) const {
-#pragma unroll
-    for (int d = 0; d < kD / 16; ++d) {
-      const u64 rows = k + (d / 4 * kPanelBytes + d % 4 * 32) / 16;
-      if constexpr (kHoldQ) sm90::multiply_rows<kN, T>(s, q.held[d], rows, d > 0);
-      else sm90::multiply_rows<kN, T>(s, q.tile + q.place.at * (kQBytes / 16) + (d / 4 * kRowPanelBytes + d % 4 * 32) / 16, rows, d > 0);
-    }
+    for (int d = 0; d < kD / 16; ++d)
+      sm90::multiply_rows<kN, T>(s, q + (d / 4 * kRowPanelBytes + d % 4 * 32) / 16, k + (d / 4 * kPanelBytes + d % 4 * 32) / 16, d > 0);
     sm90::products_commit();
   }
   PA_DEVICE void values(State& st, u64 v) const {
@@ -442,9 +376,9 @@ struct PrefillSm90 {
     sm90::products_commit();
   }
 
-  template <int kCount>
-  PA_DEVICE void await(int full, const Ring<kCount>& r) const {
-    sm90::wait(barrier(full + r.at), r.round);
+  // Waits for what was copied to a place for the time `nth`.
+  PA_DEVICE void await(int full, int nth) const {
+    sm90::wait(barrier(full), nth & 1);
     sm90::products_see_copies();
   }
   PA_DEVICE void release(int empty) const {
@@ -514,117 +448,86 @@ struct PrefillSm90 {
     else b = other;
   }
 
-  PA_DEVICE void begin(const Tile& t, State& st, int warp_row) const {
-#pragma unroll
-    for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      st.m[r] = -PA_INFINITY;
-      st.l[r] = 0.0f;
-      const int token = quotient(warp_row + warp::lane() / 4 + 8 * r, p.group);
-      st.row[r] = visible(p, t.s, token, token);
-    }
-    st.clear_lo = visible(p, t.s, quotient(warp_row + 15, p.group), 0).lo;
-    st.clear_hi = visible(p, t.s, 0, quotient(warp_row, p.group)).hi;
-    st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
-    st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
-    st.factor = st.plain ? st.scoring.scale : 1.0f;
-  }
-
-  // Waits for a tile, or for word that there are no more.
-  PA_DEVICE bool comes(int number, const Queries& q) const {
-    await(kFullQ, q.place);
-    return control.tiles[number & 3].b >= 0;
-  }
-
-  // Whose turn it is to start products.
-  PA_DEVICE void turn_begins() const {
-    if constexpr (kConsumers > 1) sm90::meet<2 * sm90::kGroup>(kTurns + thread_x() / sm90::kGroup - 1);
-  }
-  PA_DEVICE void turn_ends() const {
-    if constexpr (kConsumers > 1) sm90::pass<2 * sm90::kGroup>(kTurns + thread_x() / sm90::kGroup % kConsumers);
-  }
-
   PA_DEVICE void computing() const {
-    const int group = thread_x() / sm90::kGroup - 1;
-    const u64 k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
-    Ring<kStages> key, value;
-    Queries q;
-    q.tile = kHoldQ ? 0 : sm90::tile_at(q_tile + group * kGroupBytes);
-    State st;
-    float s[kN / 2], shrink[2];
-    const auto start_scores = [&] {
-      sm90::pin(s);
-      sm90::products_begin();
-      scores(q, k + key.at * (kStageBytes / 16), s);
-    };
-    const auto start_values = [&] {
-      sm90::pin(st.o);
-      sm90::products_begin();
-      values(st, v + value.at * (kStageBytes / 16));
-    };
-    if (group == kConsumers - 1) turn_ends();  // the first group's turn begins
-
-    int tiles = 0;
-    if (!comes(tiles, q)) return;
-    take(q);
-    await(kFullK, key);
-    start_scores();
+    using sm90::kGroup;
+    const int group = thread_x() / kGroup - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
+    const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
+    if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
+    int blocks = 0, values_done = 0;
 #pragma unroll 1
-    for (;; ++tiles) {  // the first scores of the tile are under way
+    for (int tiles = 0;; ++tiles) {
+      const int stage = tiles % kQStages;
+      await(kFullQ + stage, tiles / kQStages);
       const Tile& t = control.tiles[tiles & 3];
-      const int warp_row = t.first_row + group * 64 + thread_x() % sm90::kGroup / 32 * 16, first_row = warp_row + warp::lane() / 4;
-      int n = t.last - 1;
-      begin(t, st, warp_row);
-      sm90::products_wait<0>();
-      sm90::pin(s);
-      release(kEmptyK + key.at);
-      key.next();
-      if (n == t.first) done(q);
-      softmax(t, st, n, first_row, s, shrink);
-      pack(st, s);
-#pragma unroll 1
-      for (; n > t.first; --n) {
-        await(kFullK, key);
-        turn_begins();
-        start_scores();
-        await(kFullV, value);
-        start_values();
-        turn_ends();
-        sm90::products_wait<1>();
+      if (t.b < 0) return;
+      State st;
+#pragma unroll
+      for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
+      const int warp_row = t.first_row + group * 64 + thread_x() % kGroup / 32 * 16, first_row = warp_row + warp::lane() / 4;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        st.m[r] = -PA_INFINITY;
+        st.l[r] = 0.0f;
+        const int token = quotient(first_row + 8 * r, p.group);
+        st.row[r] = visible(p, t.s, token, token);
+      }
+      st.clear_lo = visible(p, t.s, quotient(warp_row + 15, p.group), 0).lo;
+      st.clear_hi = visible(p, t.s, 0, quotient(warp_row, p.group)).hi;
+      st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
+      st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
+      st.factor = st.plain ? st.scoring.scale : 1.0f;
+
+      if (t.first < t.last) {
+        float s[kN / 2], shrink[2];
+        int n = t.last - 1;
+        await(kFullK + blocks % kStages, blocks / kStages);
         sm90::pin(s);
-        release(kEmptyK + key.at);
-        key.next();
-        if (n - 1 == t.first) done(q);
-        softmax(t, st, n - 1, first_row, s, shrink);
+        sm90::products_begin();
+        scores(q + stage * (kQBytes / 16), k + blocks % kStages * (kStageBytes / 16), s);
+        sm90::products_wait<0>();
+        sm90::pin(s);
+        release(kEmptyK + blocks % kStages);
+        ++blocks;
+        softmax(t, st, n, first_row, s, shrink);
+        pack(st, s);
+#pragma unroll 1
+        for (; n > t.first; --n) {
+          await(kFullK + blocks % kStages, blocks / kStages);
+          if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
+          sm90::pin(s);
+          sm90::pin(st.o);
+          sm90::products_begin();
+          scores(q + stage * (kQBytes / 16), k + blocks % kStages * (kStageBytes / 16), s);
+          await(kFullV + values_done % kStages, values_done / kStages);
+          values(st, v + values_done % kStages * (kStageBytes / 16));
+          if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
+          sm90::products_wait<1>();
+          sm90::pin(s);
+          release(kEmptyK + blocks % kStages);
+          ++blocks;
+          softmax(t, st, n - 1, first_row, s, shrink);
+          sm90::products_wait<0>();
+          sm90::pin(st.o);
+          release(kEmptyV + values_done % kStages);
+          ++values_done;
+#pragma unroll
+          for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
+          pack(st, s);
+        }
+        release(kEmptyQ + stage);
+        await(kFullV + values_done % kStages, values_done / kStages);
+        sm90::pin(st.o);
+        sm90::products_begin();
+        values(st, v + values_done % kStages * (kStageBytes / 16));
         sm90::products_wait<0>();
         sm90::pin(st.o);
-        release(kEmptyV + value.at);
-        value.next();
-#pragma unroll
-        for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
-        pack(st, s);
+        release(kEmptyV + values_done % kStages);
+        ++values_done;
+      } else {
+        release(kEmptyQ + stage);
       }
-      await(kFullV, value);
-      if (!comes(tiles + 1, q)) break;
-      // The last values, and the first scores of the next tile: they run beside the end of this one.
-      take(q);
-      await(kFullK, key);
-      turn_begins();
-      start_values();
-      start_scores();
-      turn_ends();
-      sm90::products_wait<1>();
-      sm90::pin(st.o);
-      release(kEmptyV + value.at);
-      value.next();
       write(t, st, first_row);
     }
-    const Tile& t = control.tiles[tiles & 3];
-    start_values();
-    sm90::products_wait<0>();
-    sm90::pin(st.o);
-    write(t, st, t.first_row + group * 64 + thread_x() % sm90::kGroup / 32 * 16 + warp::lane() / 4);
   }
 
   // ---- a block

@@ -7,8 +7,8 @@
 // Products  C (64 x N, float32) += A (64 x 16) B (16 x N); warpgroup lane t holds of C the elements [4j + e], e = 0..3:
 //           row 16 (t / 32) + t % 32 / 4 + 8 (e / 2), column 8j + 2 (t % 4) + e % 2. A in registers is laid out as an
 //           mma.m16n8k16 A operand; so are C's elements [8k, 8k + 8), packed in pairs.
-//           multiply_rows: B's tile has B's columns as rows (keys of K); A in registers or a tile.
-//           multiply_columns: B's tile has B's rows as rows (keys of V); A in registers.
+//           multiply_rows: A and B in shared memory, B's tile has B's columns as rows (keys of K).
+//           multiply_columns: A in registers, B's tile has B's rows as rows (keys of V).
 // Source    PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Operation".
 #pragma once
 
@@ -112,40 +112,35 @@ template <int kN> struct Product;
 #define PA_ROWS(N, TYPE, C, N0, N1, N2, ...)                                                                              \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " N2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" C "}, " N0 ", " N1 \
                ", p, 1, 1, 0, 0;\n}" : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-#define PA_HELD(N, TYPE, C, N0, N1, N2, N3, N4, N5, ...)                                                                  \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " N5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" C "}, {" N0 "," N1 "," N2 "," N3 "}, " N4 \
-               ", p, 1, 1, 0;\n}" : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
 #define PA_COLUMNS(N, TYPE, C, N0, N1, N2, N3, N4, ...)                                                                   \
   asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" C "}, {" N0 "," N1 "," N2 "," N3 "}, " N4 \
                ", p, 1, 1, 1;\n}" : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define PA_PRODUCT(N, C, N0, N1, N2, N3, N4, N5, ...)                                                                       \
+#define PA_PRODUCT(N, C, N0, N1, N2, N3, N4, ...)                                                                         \
   template <> struct Product<N> {                                                                                         \
     static PA_DEVICE void rows(float (&d)[N / 2], u64 a, u64 b, bool add, bf16) { PA_ROWS(N, "bf16", C, N0, N1, N2, __VA_ARGS__); } \
     static PA_DEVICE void rows(float (&d)[N / 2], u64 a, u64 b, bool add, f16) { PA_ROWS(N, "f16", C, N0, N1, N2, __VA_ARGS__); }   \
-    static PA_DEVICE void rows(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add, bf16) { PA_HELD(N, "bf16", C, N0, N1, N2, N3, N4, N5, __VA_ARGS__); } \
-    static PA_DEVICE void rows(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add, f16) { PA_HELD(N, "f16", C, N0, N1, N2, N3, N4, N5, __VA_ARGS__); }   \
     static PA_DEVICE void columns(float (&d)[N / 2], const u32 (&a)[4], u64 b, bf16) { PA_COLUMNS(N, "bf16", C, N0, N1, N2, N3, N4, __VA_ARGS__); } \
     static PA_DEVICE void columns(float (&d)[N / 2], const u32 (&a)[4], u64 b, f16) { PA_COLUMNS(N, "f16", C, N0, N1, N2, N3, N4, __VA_ARGS__); }   \
   };
-PA_PRODUCT(64, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3, "%32", "%33", "%34", "%35", "%36", "%37",
+PA_PRODUCT(64, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3, "%32", "%33", "%34", "%35", "%36",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24))
-PA_PRODUCT(80, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4, "%40", "%41", "%42", "%43", "%44", "%45",
+PA_PRODUCT(80, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4, "%40", "%41", "%42", "%43", "%44",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32))
-PA_PRODUCT(96, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5, "%48", "%49", "%50", "%51", "%52", "%53",
+PA_PRODUCT(96, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5, "%48", "%49", "%50", "%51", "%52",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40))
-PA_PRODUCT(112, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6, "%56", "%57", "%58", "%59", "%60", "%61",
+PA_PRODUCT(112, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6, "%56", "%57", "%58", "%59", "%60",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48))
-PA_PRODUCT(128, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7, "%64", "%65", "%66", "%67", "%68", "%69",
+PA_PRODUCT(128, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7, "%64", "%65", "%66", "%67", "%68",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56))
-PA_PRODUCT(144, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8, "%72", "%73", "%74", "%75", "%76", "%77",
+PA_PRODUCT(144, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8, "%72", "%73", "%74", "%75", "%76",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64))
-PA_PRODUCT(160, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9, "%80", "%81", "%82", "%83", "%84", "%85",
+PA_PRODUCT(160, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9, "%80", "%81", "%82", "%83", "%84",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72))
-PA_PRODUCT(176, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10, "%88", "%89", "%90", "%91", "%92", "%93",
+PA_PRODUCT(176, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10, "%88", "%89", "%90", "%91", "%92",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72), PA_O(d, 80))
-PA_PRODUCT(192, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11, "%96", "%97", "%98", "%99", "%100", "%101",
+PA_PRODUCT(192, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11, "%96", "%97", "%98", "%99", "%100",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72), PA_O(d, 80), PA_O(d, 88))
-PA_PRODUCT(256, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11 "," PA_R12 "," PA_R13 "," PA_R14 "," PA_R15, "%128", "%129", "%130", "%131", "%132", "%133",
+PA_PRODUCT(256, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11 "," PA_R12 "," PA_R13 "," PA_R14 "," PA_R15, "%128", "%129", "%130", "%131", "%132",
            PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72), PA_O(d, 80), PA_O(d, 88), PA_O(d, 96), PA_O(d, 104), PA_O(d, 112), PA_O(d, 120))
 #undef PA_R0
 #undef PA_R1
@@ -165,15 +160,12 @@ PA_PRODUCT(256, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R
 #undef PA_R15
 #undef PA_PRODUCT
 #undef PA_COLUMNS
-#undef PA_HELD
 #undef PA_ROWS
 #undef PA_O
 
 // C (+)= A B: begun, not finished.
 template <int kN, class T>
 PA_DEVICE void multiply_rows(float (&c)[kN / 2], u64 a, u64 b, bool add) { Product<kN>::rows(c, a, b, add, T{}); }
-template <int kN, class T>
-PA_DEVICE void multiply_rows(float (&c)[kN / 2], const u32 (&a)[4], u64 b, bool add) { Product<kN>::rows(c, a, b, add, T{}); }
 template <int kN, class T>
 PA_DEVICE void multiply_columns(float (&c)[kN / 2], const u32 (&a)[4], u64 b) { Product<kN>::columns(c, a, b, T{}); }
 

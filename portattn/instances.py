@@ -154,23 +154,22 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
     return Shape(Instance("mixed", options), waves * limits.wave, shared, few.unit, blocks, 16 * m * waves)
 
 
-# Head size: (warpgroups that compute, keys at a time, places for q) of the Hopper prefill kernel.
-SM90_TILES = {64: (2, 192, 1), 80: (2, 128, 1), 96: (2, 128, 1), 128: (2, 128, 1), 192: (2, 96, 1), 256: (2, 80, 1)}
+# Head size: (warpgroups that compute, keys at a time) of the Hopper prefill kernel.
+SM90_TILES = {64: (2, 192), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 96), 256: (2, 80)}
 
 
-def prefill_sm90_shared(dim: int, consumers: int, n: int, places: int) -> int:
-    """PrefillSm90::kSharedBytes of prefill_sm90.h: q, and two to four stages of k and v, in panels of 64 columns; its Control."""
+def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:
+    """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, and two stages of k and v in panels of 64 columns; its Control."""
     row = -(-dim // 64) * 128
-    q, stage = places * row * 64 * consumers, row * 2 * n
-    stages = min(4, ((226 << 10) - q) // stage)
-    return q + stages * stage + (16 * places + 32 * stages + 728 + 7) // 8 * 8
+    q, kv = row * 64 * consumers, row * 4 * n
+    return q * (2 if 2 * q + kv <= (223 << 10) else 1) + kv + 824
 
 
 def prefill_sm90_shape(dtype: str, dim: int) -> Shape:
     """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile."""
-    consumers, n, places = SM90_TILES[dim]
-    options = (("PA_T", TYPES[dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)), ("PA_Q", str(places)))
-    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), prefill_sm90_shared(dim, consumers, n, places), 0, 1, 64 * consumers)
+    consumers, n = SM90_TILES[dim]
+    options = (("PA_T", TYPES[dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
+    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), prefill_sm90_shared(dim, consumers, n), 0, 1, 64 * consumers)
 
 
 def target(arch: str, instance: Instance) -> str:

@@ -61,7 +61,8 @@ def test_the_list_of_objects_needs_no_torch_and_names_every_instance():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.split()
     assert len(lines) == len(set(lines)) == len(instances.every_instance(limits_of("sm_90")))
-    assert any(x.startswith("decode-bf16-bf16-d128-waves4-stages3-blocks2.sm_90.cubin|decode.cu|-DPA_T=bf16|") for x in lines)
+    assert any(x.startswith("decode-bf16-bf16-d128-waves4-stages3-blocks2.sm_90.cubin|sm_90|decode.cu|-DPA_T=bf16|") for x in lines)
+    assert any("|sm_90a|prefill_sm90.cu|" in x for x in lines)
 
 
 def test_the_index_carries_hashes_of_sources_and_objects(tmp_path):

@@ -23,7 +23,8 @@ def serves(p):
 
 
 def test_each_kind_of_call_has_its_capability():
-    assert serves(problem()) == "decode" and serves(problem(q_len="extend")) == "tiles"
+    assert serves(problem()) == "decode" and serves(problem(q_len="extend")) == "tiles_sm90"
+    assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
     assert serves(problem(layout="dense", q_len="prefill")) == "tiles_dense"
     assert serves(problem(layout="cache_append", causal=False, dtype="float32", kv_dtype="float8_e5m2")) == "append"
     assert serves(problem(layout="merge_states")) == "merge"
@@ -35,11 +36,12 @@ def test_what_the_kernels_do_not_do_is_declined(changed):
     assert serves(problem(**changed)) is None
 
 
-def test_triton_comes_first_and_dense_tiles_last():
+def test_triton_comes_first_but_for_pages_on_hopper_and_dense_tiles_last():
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
     assert order(problem()) == ["triton", "cuda", "sdpa"]
-    assert order(problem(q_len="extend")) == ["triton", "cuda", "sdpa"]
+    assert order(problem(q_len="extend")) == ["cuda", "triton", "sdpa"]
+    assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     assert order(problem(layout="dense", q_len="prefill")) == ["triton", "sdpa", "cuda"]
 
 

@@ -124,41 +124,17 @@ inline void multiply_rows(float (&c)[kN / 2], u64 a, u64 b, bool add, SIMT_HERE)
   });
 }
 
-// A in registers as mma.m16n8k16's (tests/simt/vendor.h): this lane's two rows of it.
-struct Rows { float x[2][16]; };
-template <class T>
-inline Rows rows_of(const u32 (&a)[4], simt::Place here) {
-  struct Operand { u32 x[4]; } mine = {{a[0], a[1], a[2], a[3]}};
-  const int t = thread_x() % kGroup;
-  auto of = simt::exchange(group(), t, mine, here);
-  Rows rows;
-  for (int r = 0; r < 2; ++r)
-    for (int k = 0; k < 16; ++k)
-      rows.x[r][k] = to_float(T{static_cast<u16>(of(t / 4 * 4 + k % 8 / 2).x[2 * (k / 8) + r] >> (16 * (k % 2)))});
-  return rows;
-}
-
-template <int kN, class T>
-inline void multiply_rows(float (&c)[kN / 2], const u32 (&a)[4], u64 b, bool add, SIMT_HERE) {
-  const Rows rows = rows_of<T>(a, here);
-  const int t = thread_x() % kGroup, stride = static_cast<int>(b >> 32 & 0x3fff) << 4;
-  float* to = c;
-  begin_product([=] {
-    for (int i = 0; i < kN / 2; ++i) {
-      const int n = 8 * (i / 4) + 2 * (t % 4) + i % 2;
-      float sum = add ? to[i] : 0.0f;
-      for (int k = 0; k < 16; ++k) sum += rows.x[i / 2 % 2][k] * element<T>(b, n / 8 * stride + n % 8 * 128 + 2 * k);
-      to[i] = sum;
-    }
-  });
-}
-
-// B, MN-major: 64 columns beside each other, the next 64 at the
+// A in registers as mma.m16n8k16's (tests/simt/vendor.h); B, MN-major: 64 columns beside each other, the next 64 at the
 // leading distance, row k at (k / 8) x stride + k % 8 x 128 bytes.
 template <int kN, class T>
 inline void multiply_columns(float (&c)[kN / 2], const u32 (&a)[4], u64 b, SIMT_HERE) {
-  const Rows rows = rows_of<T>(a, here);
+  struct Operand { u32 x[4]; } mine = {{a[0], a[1], a[2], a[3]}};
   const int t = thread_x() % kGroup, leading = static_cast<int>(b >> 16 & 0x3fff) << 4, stride = static_cast<int>(b >> 32 & 0x3fff) << 4;
+  auto of = simt::exchange(group(), t, mine, here);
+  struct Rows { float x[2][16]; } rows;
+  for (int r = 0; r < 2; ++r)
+    for (int k = 0; k < 16; ++k)
+      rows.x[r][k] = to_float(T{static_cast<u16>(of(t / 4 * 4 + k % 8 / 2).x[2 * (k / 8) + r] >> (16 * (k % 2)))});
   float* to = c;
   begin_product([=] {
     for (int i = 0; i < kN / 2; ++i) {
