@@ -58,4 +58,4 @@ def test_random_problems_match_the_reference(isa):
 
 
 def test_units_that_a_cpu_may_lack_match_the_reference_when_emulated(emulated):
-    check(PROBLEMS // 2)
+    check(PROBLEMS // 4)
