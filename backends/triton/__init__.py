@@ -100,6 +100,9 @@ def notes(call: Call, bound: Any) -> tuple[str, ...]:
         mode, tile, split, grid = run.described
         blocks = tile if mode in ("tiles", "hopper") else split if mode == "splits" else (*tile, *split)
         found.append(f"{mode}: blocks {tuple(blocks)}, {grid.total} programs")
+        from .calls import hopper_notes
+
+        found += hopper_notes()
     return tuple(found)
 
 

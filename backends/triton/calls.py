@@ -9,8 +9,10 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from portattn import config
 from portattn.problem import Call
 
+from . import launch as launching
 from . import schedule
 from .launch import Interpreted, Launch, Map, Spec, compiled, interpreting
 from .schedule import FORMATS, Config, Machine, Shape
@@ -168,8 +170,9 @@ def _bytes(t: Tensor) -> Tensor:
 class Attention:
     """One kind of attention call, ready to run."""
 
-    def __init__(self, call: Call):
-        self.interpreted = interpreting()
+    def __init__(self, call: Call, hopper: bool | None = None):
+        """hopper: whether hopper.py serves, where it could; by default where it is trusted."""
+        self.interpreted, self.forced = interpreting(), hopper
         q, k, v = call.q, call.k, call.v
         self.device = q.device
         self.index = q.device.index or 0
@@ -306,36 +309,31 @@ class Attention:
         return launch, items * block if mode != "tiles" else 0, items * split.bm * 2, items
 
     def _descriptors(self, call: Call, shape: Shape) -> bool:
-        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to pay for
-        encoding them."""
+        """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to hide the
+        cost of Triton's own launcher, which encodes them."""
         k, v = call.k, call.v
         if not shape.wgmma or not shape.aligned or shape.ieee or self.layout == "paged" or not k.dtype == v.dtype == call.q.dtype:
             return False
         exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
         plain = all(_nested(t) for t in (k, v))
-        return exact and plain and k.numel() > 0 and self.batch * self.max_q * self.heads_q >= 32768
+        enough = self.forced is not None or self.batch * self.max_q * self.heads_q >= 32768
+        return exact and plain and k.numel() > 0 and enough
 
     def _hopper(self, call: Call, shape: Shape) -> bool:
-        """Whether hopper.py computes this: its features, tensor maps for Q too, and a Triton that has Gluon's Hopper instructions."""
+        """Whether hopper.py computes this: by its features, by tensor maps for Q too, and once it has given a known answer."""
         plain = not (shape.softcap or shape.alibi or shape.bias or shape.rotary or shape.flip or shape.k_scale or shape.v_scale)
-        return (plain and self.d == self.dv and shape.out_dtype == shape.dtype and _nested(call.q)
-                and bool(schedule.hoppers(self.machine.arch, self.d)) and self.gluon() == "")
-
-    @staticmethod
-    @functools.lru_cache(maxsize=None)
-    def gluon() -> str:
-        """"" where hopper.py imports, else why it does not: Gluon is experimental, and its names move between versions."""
-        try:
-            from . import hopper  # noqa: F401
-        except Exception as exc:
-            return f"{type(exc).__name__}: {exc}"
-        return ""
+        if not plain or self.d != self.dv or shape.out_dtype != shape.dtype or not _nested(call.q) or self.forced is False:
+            return False
+        if not schedule.hoppers(self.machine.arch, self.d):
+            return False
+        return self.forced or not hopper_trouble(self.index, self.machine.arch, shape.dtype, self.d)
 
     def _prepare_hopper(self, call: Call, shape: Shape) -> tuple:
-        config = schedule.hopper_for(self.machine.arch, self.d, self.max_k)
-        spec = schedule.hopper_spec(shape, config, next(n for n in (32, 128, 1024) if self.batch <= n or n == 1024))
+        keys = self.max_k if self.total_q is None else call.k.shape[0] // self.batch  # ragged: on average
+        blocks_of = schedule.hopper_for(self.machine.arch, self.d, keys)
+        spec = schedule.hopper_spec(shape, blocks_of, next(n for n in (32, 128, 1024) if self.batch <= n or n == 1024))
         kernel = _load(spec, self.index)
-        rows, pack = 64 * config.groups, schedule.packed(self.group)
+        rows, pack = 64 * blocks_of.groups, schedule.packed(self.group)
         heads = self.heads_q // pack
         blocks = self.batch * -(-self.max_q * pack // rows) if self.total_q is None else self.total_q * pack // rows + self.batch
         blocks *= heads
@@ -344,13 +342,13 @@ class Attention:
         group = max(1, min(self.batch * heads, (32 << 20) // max(1, kv_bytes)))
         k_h, v_h = self.fixed[5], self.fixed[8]
         fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, blocks, group]
-        boxes = schedule.hopper_boxes(shape, config)
+        boxes = schedule.hopper_boxes(shape, blocks_of)
         layouts = [schedule.hopper_layout(len(box)) for box in boxes]
         maps = [_map_of(call.q.dtype, tuple(call.q.shape), tuple(call.q.stride()), boxes[0], layouts[0])]
         maps += [_map_of(t.dtype, *_rows_of_all_heads(t), boxes[1], layouts[1]) for t in (call.k, call.v)]
         with torch.cuda.device(self.index):
             launch = Launch(kernel, spec, fixed, programs, self.index, maps)
-        self.described = ("hopper", config, None, schedule.Grid(programs, programs, group, 1, 1, 0, 0))
+        self.described = ("hopper", blocks_of, None, schedule.Grid(programs, programs, group, 1, 1, 0, 0))
         return launch, 0, 0, 2
 
     def _maps(self, call: Call, tile: Config) -> list[Map]:
@@ -449,6 +447,53 @@ class Attention:
             space = torch.empty(floats + stats)
             tensors += [space, space[floats:], torch.zeros(counters, dtype=torch.int32)]
         launch(0, *tensors, *numbers)
+
+
+_troubles: dict[tuple[int, torch.dtype, int], str] = {}
+
+
+def hopper_trouble(index: int, arch: str, dtype: torch.dtype, d: int) -> str:
+    """"" where hopper.py may serve a device, dtype and head dim, else why not: Gluon is experimental, its names and what its
+    compiler makes of them move between versions. At the first use, outside of a capture, it has to compute a known answer."""
+    key = (index, dtype, d)
+    found = _troubles.get(key)
+    if found is None:
+        try:
+            from . import hopper  # noqa: F401
+
+            if not config.flag("PORTATTN_VERIFY", True) or _capturing():
+                return ""
+            found = _answered(index, arch, dtype, d)
+            if found and launching.own_maps:  # was it our way of passing tensor maps?
+                launching.own_maps = False
+                found = _answered(index, arch, dtype, d)
+        except Exception as exc:
+            found = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
+        _troubles[key] = found
+    return found
+
+
+def hopper_notes() -> list[str]:
+    """What stands in hopper.py's way on this machine."""
+    return [f"hopper.py does not serve {dtype}, head dim {d}: {why}" for (_, dtype, d), why in _troubles.items() if why]
+
+
+def _answered(index: int, arch: str, dtype: torch.dtype, d: int) -> str:
+    """What is wrong with hopper.py's answers, with blocks for few keys and for many."""
+    gen, error = torch.Generator("cpu").manual_seed(23), 0.0
+    with torch.inference_mode(), torch.cuda.device(index), torch.device("cpu"), torch.autocast("cuda", enabled=False):
+        for n in [300, *(h.keys + 100 for h in schedule.hoppers(arch, d)[:-1])]:
+            q, k, v = (torch.randn(1, n, heads, d, generator=gen).to(device=f"cuda:{index}", dtype=dtype) for heads in (2, 1, 1))
+            call = Call(q, k, v, softmax_scale=d**-0.5, causal=True, window_right=0, max_seqlen_q=n, max_seqlen_k=n)
+            try:
+                ours = Attention(call, hopper=True)(call).float()
+            except Exception as exc:
+                return " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
+            scores = torch.einsum("bihd,bjd->bhij", q.float(), k[:, :, 0].float()) * d**-0.5
+            hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
+            want = torch.einsum("bhij,bjd->bihd", scores.masked_fill_(hidden, -torch.inf).softmax(-1), v[:, :, 0].float())
+            error = max(error, float(torch.nan_to_num((ours - want).abs(), nan=torch.inf).max()))
+    return "" if error <= 0.04 else f"known answer: error {error:.3g}"
 
 
 class Append:

@@ -19,8 +19,7 @@ from .launch import POINTER, Spec, interpreting
 SPLIT_ROWS = 64  # calls with at most this many packed rows a sequence run as split programs
 INVARIANT_KEYS = 1024  # batch_invariant: keys a part, whatever the batch
 FULL_WAVES = 4  # parts per resident program where there is work for many: the last wave is then short
-SHORT_KEYS = 1024  # up to here hopper.py takes its blocks for few keys; and kernels.py one loop that masks every tile, which
-# beats two loops where matrix instructions are asynchronous
+SHORT_KEYS = 1024  # up to here, one loop that masks every tile beats two loops where matrix instructions are asynchronous
 MAX_SEARCH = 1024  # sequences that a program searches at once for its item; larger batches are not split
 
 FORMATS = {
@@ -73,14 +72,15 @@ class Config(NamedTuple):
 
 
 class Hopper(NamedTuple):
-    """Blocks of hopper.py: consumer groups of 64 rows, keys a tile, tiles in a ring, registers of a consumer's thread, and whether
-    groups take turns at issuing matmuls."""
+    """Blocks of hopper.py: consumer groups of 64 rows, keys a tile, tiles in a ring, registers of a consumer's thread, whether
+    groups take turns at issuing matmuls, and for how many keys at most."""
 
     groups: int
     bn: int
     stages: int
     registers: int
     turns: int
+    keys: int = 1 << 31
 
 
 @functools.lru_cache(maxsize=None)
@@ -117,17 +117,16 @@ def configs_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> tuple[
 
 @functools.lru_cache(maxsize=None)
 def hoppers(arch: str, head_dim: int) -> tuple[Hopper, ...]:
-    """Blocks of hopper.py for many keys and for few, of the first table that has them; () where it does not serve."""
+    """Blocks of hopper.py, those for fewest keys first, of the first table that has them; () where it does not serve."""
     for table in tables():
         if head_dim in table.get("hopper", {}) and any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]):
-            return tuple(Hopper(*table[kind][head_dim]) for kind in ("hopper", "hopper_short") if head_dim in table.get(kind, {}))
+            return tuple(Hopper(*table[kind][head_dim]) for kind in ("hopper_short", "hopper") if head_dim in table.get(kind, {}))
     return ()
 
 
-def hopper_for(arch: str, head_dim: int, keys: int) -> Hopper | None:
-    """The blocks for this many keys."""
-    found = hoppers(arch, head_dim)
-    return found[-1 if keys <= SHORT_KEYS else 0] if found else None
+def hopper_for(arch: str, head_dim: int, keys: int) -> Hopper:
+    """The blocks for this many keys a sequence, where `hoppers` has some."""
+    return next(h for h in hoppers(arch, head_dim) if keys <= h.keys)
 
 
 def pow2(n: int, least: int = 1) -> int:

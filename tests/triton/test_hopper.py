@@ -226,3 +226,25 @@ def inner_loops(sass: str) -> list[str]:
         if "HGMMA" in body and "MUFU.EX2" in body and "EXIT" not in body:
             found.append((label, jump.start(), body))
     return [body for lo, hi, body in found if not any(lo <= a and b <= hi and (a, b) != (lo, hi) for a, b, _ in found)]
+
+
+def test_a_wrong_answer_or_an_error_puts_hopper_aside_with_its_reason(monkeypatch):
+    """On the second chance tensor maps go through Triton's own launcher."""
+    from portattn.backends.triton import calls, launch
+
+    ways = []
+
+    def answered(*_):
+        ways.append(launch.own_maps)
+        return "known answer: error 1" if len(ways) < good else ""
+
+    monkeypatch.setattr(calls, "_answered", answered)
+    monkeypatch.setattr(calls, "_capturing", lambda: False)
+    for good, why in ((1, ""), (2, ""), (3, "known answer: error 1")):
+        monkeypatch.setattr(launch, "own_maps", True)
+        monkeypatch.setattr(calls, "_troubles", {})
+        ways.clear()
+        assert calls.hopper_trouble(0, "sm_90", torch.float16, 64) == why
+        assert ways == [True, False][: min(good, 2)]
+        assert calls.hopper_trouble(0, "sm_90", torch.float16, 64) == why and len(ways) == min(good, 2)  # asked once
+        assert bool(calls.hopper_notes()) == bool(why)

@@ -253,3 +253,41 @@ def test_tensor_maps_describe_only_nested_strides():
     head_major = torch.empty(2, 4, 128, 64, dtype=torch.float16).transpose(1, 2)
     assert not _nested(head_major)
     assert not _nested(k[:1].expand(2, -1, -1, -1)) and not _nested(k[:, :, :1].expand(-1, -1, 4, -1))
+
+
+def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
+    """A device that is imagined: a configuration's time is its number of rows plus its keys; those of 128 rows do not compile."""
+    import triton.testing
+
+    from portattn.backends.triton import calls, tune
+
+    measured = []
+
+    class Attention:
+        def __init__(self, call, hopper):
+            tile, split = schedule.configs_for("sm_90", call, 64, False)
+            if call != "splits" and tile.bm == 128:
+                raise RuntimeError("out of resources")
+            self.described = (call, tile, split, None)
+            measured.append((call, tile, split))
+
+        def __call__(self, call):
+            pass
+
+    def bench(run, **_):
+        run()
+        kind, tile, split = measured[-1]
+        return (split.bn if kind == "splits" else tile.bm + tile.bn) * 1e-3
+
+    monkeypatch.setattr(calls, "Attention", Attention)
+    monkeypatch.setattr(calls, "machine_of", lambda device: schedule.Machine("sm_90", 132, 227 << 10))
+    monkeypatch.setattr(tune, "_call", lambda device, kind, size: kind)
+    monkeypatch.setattr(triton.testing, "do_bench", bench)
+    shipped = {kind: schedule.configs_for("sm_90", kind, 128, False) for kind in ("tiles", "gather", "mixed")}
+    record = tune.measure(torch.device("cuda", 0), [64])
+    assert {kind for kind, *_ in measured} == {"tiles", "gather", "splits", "mixed"}
+    assert record["tiles"][64] == [64, 32, 4, 3] and record["gather"][64] == [64, 32, 4, 3]
+    assert record["mixed"][64][:2] == [64, 32] and len(record["mixed"][64]) == 5
+    assert record["splits"][64][0] == 32  # 16 keys have one stage only, which is for HIP
+    assert record["tiles"][128] == list(shipped["tiles"][0]) and record["gather"][128] == list(shipped["gather"][0])
+    assert "RuntimeError" in capsys.readouterr().out
