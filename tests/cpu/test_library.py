@@ -6,13 +6,15 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import subprocess
+import sys
 
 import pytest
 import torch
 
 import portattn
-from portattn import codeobjects, registry
+from portattn import codeobjects, reference, registry
 
 library = importlib.import_module("portattn.backends.cpu.library")
 REAL_INDEX = library._prebuilt_index.__wrapped__
@@ -162,3 +164,26 @@ def test_a_prebuilt_library_that_was_changed_is_never_loaded(fresh, prebuilt):
     (prebuilt / "kernel.so").write_bytes(b"changed!")
     assert library.library() == b"library" and len(fresh) == 1
     assert any("its hash is not the index's" in note for note in codeobjects.notes())
+
+
+def test_what_cmake_builds_is_found_and_serves_without_a_compiler(monkeypatch, tmp_path):
+    if library._compiler() is None:
+        pytest.skip("tool: no C++ compiler")
+    isa, script = library.able()[0], os.path.join(os.path.dirname(__file__), "..", "..", "cmake", "cpu.py")
+    for arguments in (("build", isa, tmp_path / f"{isa}.so", library._compiler()[0]), ("index", tmp_path, isa)):
+        subprocess.run([sys.executable, script, *map(str, arguments)], check=True)
+    monkeypatch.setattr(library, "_PREBUILT", str(tmp_path))
+    monkeypatch.setattr(library, "_compiler", lambda: None)
+    monkeypatch.setenv("PORTATTN_CPU_ISA", isa)
+    for cached in (library._prebuilt_index, library._prebuilt, library._load):
+        cached.cache_clear()
+    registry.forget()
+    try:
+        q = torch.randn(1, 40, 4, 24)
+        out = portattn.attention(q, q, q, causal=True, backend="cpu")
+        torch.testing.assert_close(out.double(), reference.attention(q, q, q, causal=True)[0], atol=1e-5, rtol=0)
+        assert "prebuilt" in library.identity()
+    finally:
+        for cached in (library._prebuilt_index, library._prebuilt, library._load):
+            cached.cache_clear()
+        registry.forget()
