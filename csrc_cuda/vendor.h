@@ -66,12 +66,6 @@ PA_DEVICE int atomic_add_ordered(int* p, int x) {
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
   return before;
 }
-// Adds and returns what was there; orders nothing else.
-PA_DEVICE int atomic_add(int* p, int x) {
-  int before;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
-  return before;
-}
 // A load that other blocks' writes of this launch are visible to (it goes past L1).
 PA_DEVICE float load_shared_by_blocks(const float* p) {
   float x;
@@ -81,6 +75,29 @@ PA_DEVICE float load_shared_by_blocks(const float* p) {
 
 PA_DEVICE void load4_shared_by_blocks(const float* p, float (&x)[4]) {
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(p) : "memory");
+}
+
+// Words that other blocks of the launch can watch: each is either kNothing, which no arithmetic makes (NaN is 0x7fffffff
+// here), or what was posted. A word says only that it is there itself.
+constexpr u32 kNothing = 0xffffffffu;
+PA_DEVICE bool is_nothing(float x) { return __float_as_uint(x) == kNothing; }
+PA_DEVICE void post(float* p, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
+PA_DEVICE void post4(float* p, const float (&x)[4]) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+PA_DEVICE float peek(const float* p) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
+PA_DEVICE void peek4(const float* p, float (&x)[4]) {
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(p) : "memory");
+}
+// Adds and returns what was there; orders nothing else.
+PA_DEVICE int atomic_add(int* p, int x) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
+  return before;
 }
 
 PA_DEVICE float exp2_fast(float x) {

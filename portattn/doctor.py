@@ -65,6 +65,7 @@ def report(checks: bool = True, imports: Imports | None = None) -> dict[str, Any
         ("choices", lambda: _of_choices(chosen)),
         ("computations", lambda: _of_checks(computed)),
         ("verdicts", lambda: _of_verdicts(verdicts, computed)),
+        ("kernels", lambda: _of_kernels(computed)),
     ):
         findings += part(what, lambda: list(find()), [])
     findings = worst_first([*findings, *examine(world)])
@@ -181,7 +182,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from . import registry, verdicts
+    from . import codeobjects, registry, verdicts
     from .device import facts
 
     result = {**job, "error": None, "seconds": None, "ok": False, "detail": "", "fix": ""}
@@ -191,7 +192,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
         asked = problem(Device(job["device"], kind.device, kind.arch), job["call"], job["dtype"])
         bound = registry.bind(asked, device, job["backend"], check=False)
         if quarantined := verdicts.first_use(bound, device):
-            return {**result, "detail": f"quarantined: {quarantined.have}", "fix": quarantined.fix}
+            return {**result, "detail": f"quarantined: {quarantined.have}", "fix": quarantined.fix, "notes": list(codeobjects.notes())}
         error, result["seconds"] = verdicts.measure(bound, device)
         limit = verdicts.TOLERANCE[job["dtype"]]
         result["error"] = error if math.isfinite(error) else None  # JSON has no infinity
@@ -199,7 +200,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
         result["detail"] = "" if result["ok"] else f"error {error:.3g}, at most {limit:.3g} is right"
     except Exception as exc:
         result["detail"] = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
-    return result
+    return {**result, "notes": list(codeobjects.notes())}
 
 
 def _in_children(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -295,6 +296,14 @@ def _of_verdicts(verdicts: list[dict], computed: list[dict]) -> Iterator[Finding
                 f"{v['backend']} {v['family']} {v['dtype']} on {v['device']} is quarantined: {v['detail']}",
                 f"after mending it, delete {os.path.join(config.cache_dir(), 'verdicts')}",
             )
+
+
+def _of_kernels(computed: list[dict]) -> Iterator[Finding]:
+    """What went wrong with folders and files of compiled kernels, here and in the children that computed: it costs time, not results."""
+    from . import codeobjects
+
+    for note in dict.fromkeys([*codeobjects.notes(), *(note for c in computed for note in c.get("notes", ()))]):
+        yield Finding("warning", "kernels", note, "PORTATTN_CACHE names another folder; portattn compiles what it cannot keep, once a process")
 
 
 def _without(name: str) -> str:

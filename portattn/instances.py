@@ -127,6 +127,23 @@ def _decode(dtype: str, kv_dtype: str, dim: int, waves: int, stages: int, blocks
     return Shape(Instance("decode", options), waves * limits.wave, shared, 16 * waves, blocks)
 
 
+PLAIN_CACHES = ("float8_e4m3fn",)  # besides q's dtype
+
+
+def plain_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
+    """PlainDecode::kSharedBytes of plain.h."""
+    return -(-decode_shared(kv_bytes, dim, waves, stages) // 16) * 16 + 32 * waves * stages + 16
+
+
+def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
+    """The instance for calls that ask for nothing special (native.is_plain)."""
+    few = decode_shape(dtype, kv_dtype, dim, limits)
+    kv_bytes, waves = 2 if kv_dtype == dtype else 1, few.unit // 16
+    stages = 2  # more in flight loses bandwidth: requests queue up beyond what the memory's controllers put in order
+    options = dict(few.instance.options) | {"PA_STAGES": str(stages)}
+    return few._replace(instance=Instance("plain", tuple(options.items())), shared=plain_shared(kv_bytes, dim, waves, stages))
+
+
 def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
     """Prefill::kSharedBytes of prefill.h."""
     return 2 * 2 * n * (dim * kv_bytes + 16) + (2 * n * (dim + 8) * 2 if kv_bytes == 1 else 0) + 16 * m * waves * (dim + 8) * 2
@@ -211,6 +228,8 @@ def every_instance(limits: Limits) -> list[Instance]:
             for dim in HEAD_DIMS:
                 kinds = (decode_shape,) if limits.staged else (decode_shape, mixed_shape)
                 found += [choose(dtype, kv, dim, limits).instance for choose in kinds]
+                if not limits.staged and kv in (dtype, *PLAIN_CACHES):
+                    found.append(plain_shape(dtype, kv, dim, limits).instance)
         if limits.wgmma:
             found += [prefill_sm90_shape(dtype, dim).instance for dim in HEAD_DIMS]
     for dtype in ("float32", "float16", "bfloat16"):

@@ -21,6 +21,7 @@ from .instances import (
     HEAD_DIMS,
     MAX_CUT_TILES,
     MAX_CUTS,
+    PLAIN_CACHES,
     QUEUES,
     TILE_ROWS,
     TYPES,
@@ -31,6 +32,7 @@ from .instances import (
     decode_shared,
     head_dim_of,
     mixed_shape,
+    plain_shape,
     prefill_shared,
     prefill_sm90_shape,
     small_instance,
@@ -50,7 +52,7 @@ ATTENTION = tuple((n, "Q") for n in (
 APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table cu_q k_scale v_scale rotary_cos rotary_sin".split()) + tuple(
     (n, "q") for n in ("k_batch k_token k_head v_batch v_token v_head kc_page kc_token kc_head vc_page vc_token vc_head table_batch").split()) + tuple(
     (n, "i") for n in ("batch tokens heads_kv head_dim head_dim_v len_q page_size scale_batch_k scale_head_k scale_batch_v scale_head_v "
-                       "rotary_dim").split()) + (("k_factor", "f"), ("v_factor", "f"), ("flags", "I"), ("unused", "i"))
+                       "rotary_dim").split()) + (("k_factor", "f"), ("v_factor", "f"), ("flags", "I"), ("room", "i"))
 MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "q") for n in "outs_state lses_state rows".split()) + (
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
@@ -142,7 +144,8 @@ def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
         "batch": q.shape[0] if batched else call.cu_seqlens_q.shape[0] - 1, "heads_q": q.shape[-2], "heads_kv": k.shape[-2],
         "group": group, "page_shift": k.shape[1].bit_length() - 1 if paged and k.shape[1] & (k.shape[1] - 1) == 0 else -1,
         "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "len_q": q.shape[1] if batched else 0,
-        "len_k": k.shape[1] if call.cu_seqlens_k is None and not paged else 0, "page_size": k.shape[1] if paged else 1,
+        "len_k": min(k.shape[1] * call.block_table.shape[1], (1 << 31) - 1) if paged else k.shape[1] if call.cu_seqlens_k is None else 0,
+        "page_size": k.shape[1] if paged else 1,
         "window_left": min(call.window_left, 1 << 30), "window_right": min(right, 1 << 30),
         "alibi_batch": call.alibi_slopes.stride(0) if call.alibi_slopes is not None and call.alibi_slopes.dim() == 2 else 0,
         "scale_batch_k": kb, "scale_head_k": kh, "scale_batch_v": vb, "scale_head_v": vh,
@@ -224,23 +227,54 @@ def room(values: dict[str, Any], dim: int) -> Room:
     return Room(QUEUES + counters, slots * values["partial_rows"] * (dim + 2))
 
 
+# ------------------------------------------------------------------ plain calls
+MAX_SEQUENCES = 1024  # kMaxSequences of plain.h
+
+
+def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
+    """Whether plain.h computes a call: a decode step over a paged cache that asks for nothing special (PlainParams of params.h)."""
+    kv, dtype = str(call.k.dtype)[6:], str(call.q.dtype)[6:]
+    absent = (call.cu_seqlens_q, call.alibi_slopes, call.sinks, call.rotary_cos)
+    return (
+        call.q.dim() == 4 and call.q.shape[1] == 1 and 0 < call.q.shape[0] <= MAX_SEQUENCES
+        and values["flags"] == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
+        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= TILE_ROWS and values["window_left"] < 0 and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
+        and not isinstance(call.k_scale, Tensor) and not isinstance(call.v_scale, Tensor) and (kv == dtype or kv in PLAIN_CACHES)
+    )
+
+
+def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
+    """The kernel that serves a call whose pointers are aligned."""
+    dim = head_dim_of(problem.head_dim, problem.head_dim_v)
+    out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
+    if not limits.staged and is_plain(call, attention_values(call, out), dim):
+        return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
+    return attention_shape(call, problem, dim, limits)
+
+
+def plain_room(values: dict[str, Any], dim: int) -> Room:
+    """What a launch of the plain kernel needs: a ticket counter a line, and a state a part."""
+    return Room(QUEUES + 8 * values["lines"], values["lines"] * values["workers"] * values["partial_rows"] * (dim + 2))
+
+
 # ------------------------------------------------------------------ workspaces
 class Workspaces:
-    """Counters (zero between launches: the kernels put them back) and partial states, one pair per stream.
+    """Counters and partial states, one pair per stream. Between launches the counters are `rest`: the kernels put them back;
+    where that is -1 (plain.h), the states are too.
 
     A graph capture gets a pair of its own, from the graph's memory pool and zeroed by the graph, so that replays and
     eager calls, or two graphs, do not share one.
     """
 
-    def __init__(self, device: torch.device, driver: Driver):
-        self.device, self.driver = device, driver
+    def __init__(self, device: torch.device, driver: Driver, rest: int = 0):
+        self.device, self.driver, self.rest = device, driver, rest
         self.eager: dict[int, tuple[Room, int, int, Tensor]] = {}
         self.captured: dict[int, tuple[int, Room, int, int, Tensor]] = {}
 
     def _make(self, need: Room) -> tuple[int, int, Tensor]:
         counters = -(-need.counters // 64) * 64  # partial states start at a multiple of 256 bytes
-        whole = torch.empty(counters + need.floats, dtype=torch.float32, device=self.device)
-        whole[:counters].zero_()
+        whole = torch.empty(counters + need.floats, dtype=torch.int32, device=self.device)
+        (whole if self.rest else whole[:counters]).fill_(self.rest)
         return whole.data_ptr() + 4 * counters, whole.data_ptr(), whole
 
     def get(self, stream: int, need: Room) -> tuple[int, int]:
@@ -322,7 +356,7 @@ class Device:
         self.driver, self.arch, self.limits = driver, arch, limits
         self.device = device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
         self.index = self.device.index
-        self.workspaces = Workspaces(self.device, driver)
+        self.workspaces, self.plain_workspaces = Workspaces(self.device, driver), Workspaces(self.device, driver, -1)
 
     def function(self, instance: Instance, shared: int) -> Function:
         shared = 0 if self.limits.staged else shared  # static there
@@ -345,6 +379,7 @@ def append_values(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scal
         "tokens": k.shape[:-2].numel(), "heads_kv": k.shape[-2], "head_dim": k.shape[-1], "head_dim_v": v.shape[-1], "page_size": k_cache.shape[1],
         "scale_batch_k": kb, "scale_head_k": kh, "scale_batch_v": vb, "scale_head_v": vh, "k_factor": number(k_scale), "v_factor": number(v_scale),
         "flags": LENGTHS_64 if _wide(slots if call is None else call.kv_lens) else 0,
+        "room": k_cache.shape[0] if call is None else call.block_table.shape[1],
     }
     if call is not None:
         rotary = call.rotary_cos
@@ -431,12 +466,15 @@ class Merge(_Bound):
 class Attention(_Bound):
     """Attention over dense, varlen or paged keys; with new tokens, they are appended first."""
 
-    def __init__(self, device: Device, call: Call, problem: Problem):
+    def __init__(self, device: Device, call: Call, problem: Problem, plain: bool = True):
         super().__init__(device)
         out = call.out if call.out is not None else self._new_out(call)
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
-        shape = attention_shape(call, problem, dim, device.limits)
         self.values = attention_values(call, out)
+        shape = kernel_of(call, problem, device.limits) if plain else attention_shape(call, problem, dim, device.limits)
+        plain = shape.instance.kernel == "plain"
+        self.problem, self.plain, self.general = problem, plain, None  # general: for pointers that turn out not to be aligned
+        self.workspaces = device.plain_workspaces if plain else device.workspaces
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
@@ -446,7 +484,7 @@ class Attention(_Bound):
             return
         def launcher(shape: Shape, **more: Any) -> Launcher:
             values = self.values | sharing(call, shape, device.limits) | more
-            self.room = room(values, dim)
+            self.room = (plain_room if plain else room)(values, dim)
             return Launcher(device.function(shape.instance, shape.shared), ATTENTION, values, grid_of(call, shape, values), shape.threads, str(problem))
 
         self.launch = launcher(shape)
@@ -483,13 +521,17 @@ class Attention(_Bound):
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        k, v, o = call[1].data_ptr(), call[2].data_ptr(), out.data_ptr()
-        addresses = [call[0].data_ptr(), k, v, o, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *self.device.workspaces.get(stream, self.room)]
+        q, k, v, o = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr()
+        off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
+        if self.plain and (off or q & 15):
+            if self.general is None:
+                self.general = Attention(self.device, call, self.problem, plain=False)
+            return self.general._run(call, out, lse)
+        addresses = [q, k, v, o, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *self.workspaces.get(stream, self.room)]
         if lse is not None:
             addresses[4] = lse.data_ptr()
         for place, field in self.present:
             addresses[place] = call[field].data_ptr()
-        off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
         if self.before is not None:
             self.before(stream, off, addresses)
         self.launch(stream, off, addresses)

@@ -41,7 +41,7 @@ class NativeBackend:
     def notes(self, call, bound) -> tuple[str, ...]:
         problem = bound.problem
         dim = native.head_dim_of(problem.head_dim, problem.head_dim_v)
-        shape = native.attention_shape(call, problem, dim, self.device(call.q.device.index).limits)
+        shape = native.kernel_of(call, problem, self.device(call.q.device.index).limits)
         said = [f"kernel {shape.instance}, {shape.threads} threads, {shape.shared} bytes of shared memory"]
         if (problem.head_dim, problem.head_dim_v) != (dim, dim):
             said.append(f"computes at head_dim {dim}: the rest is zeros, in shared memory only")

@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from portattn import cli, doctor, registry, survey, verdicts
+from portattn import cli, codeobjects, doctor, registry, survey, verdicts
 from portattn.capability import Capability
 from portattn.findings import Finding
 from portattn.manifest import Manifest
@@ -181,6 +181,14 @@ def test_a_quarantined_family_is_shown(monkeypatch):
     found = report(monkeypatch)
     assert found["verdicts"][0]["error"] is None
     assert any(f["code"] == "quarantined" and "any-dense-prefill" in f["text"] and f["fix"] for f in found["findings"])
+
+
+def test_trouble_with_compiled_kernels_is_told_here_and_from_children(monkeypatch):
+    monkeypatch.setattr(codeobjects, "_notes", {"a": "/cache/kernels: cannot be written: No space left on device"})
+    told = "/cache/kernels/x.cubin: damaged; it is compiled again"
+    found = list(doctor._of_kernels([{"notes": [told]}, {"notes": [told]}, {}]))
+    assert [f.text for f in found] == ["/cache/kernels: cannot be written: No space left on device", told]
+    assert {f.level for f in found} == {"warning"} and all(f.fix for f in found)
 
 
 def test_an_order_that_names_no_backend_is_an_error_and_not_a_crash(monkeypatch):

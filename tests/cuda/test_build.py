@@ -21,7 +21,7 @@ NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="tool: nvcc is no
 FULL = bool(os.environ.get("PORTATTN_CUDA_FULL"))  # every instance for every architecture: minutes
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 # Bytes that may spill: cold registers of the kernel that holds tiles and decode at once.
-SPILL = {"decode": 0, "append": 0, "merge": 0, "mixed": 160, "prefill_sm90": 64}
+SPILL = {"decode": 0, "plain": 0, "append": 0, "merge": 0, "mixed": 160, "prefill_sm90": 64}
 
 
 def chosen() -> list[tuple[str, Instance]]:
@@ -34,6 +34,8 @@ def chosen() -> list[tuple[str, Instance]]:
         pick += [(arch, instances.decode_shape("bfloat16", "bfloat16", dim, limits).instance)]
     limits = limits_of("sm_90")
     return [*pick, ("sm_90", instances.decode_shape("float16", "float8_e4m3fn", 128, limits).instance),
+            *((arch, instances.plain_shape("bfloat16", kv, dim, limits_of(arch)).instance)
+              for arch, kv, dim in (("sm_80", "bfloat16", 128), ("sm_86", "bfloat16", 256), ("sm_90", "float8_e4m3fn", 128), ("sm_120", "bfloat16", 96))),
             ("sm_90", instances.mixed_shape("bfloat16", "bfloat16", 64, limits).instance),
             ("sm_90", instances.prefill_sm90_shape("bfloat16", 128).instance),
             ("sm_80", instances.small_instance("append", "float16", "float8_e5m2")), ("sm_86", instances.small_instance("merge", "float32"))]

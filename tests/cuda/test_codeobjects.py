@@ -147,6 +147,21 @@ def test_processes_that_write_at_once_leave_whole_files(tmp_path):
     assert [p.wait() for p in running] == [0, 0, 0]
 
 
+def test_an_interrupted_compilation_leaves_nothing_and_the_next_call_compiles(compiler, monkeypatch, tmp_path):
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(codeobjects, "compile_cuda", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            get()
+    with monkeypatch.context() as m:
+        m.setattr(codeobjects.os, "replace", stopped)  # compiled, and stopped while it is written
+        with pytest.raises(KeyboardInterrupt):
+            get()
+    assert not files(tmp_path) and get().origin == "compiled" and get().origin == "cache"
+
+
 def test_prebuilt_objects_come_first_and_are_checked(compiler, monkeypatch, tmp_path):
     folder = tmp_path / "kernels" / "cuda"
     folder.mkdir(parents=True)

@@ -73,6 +73,20 @@ def test_code_for_another_architecture_says_so(fake, monkeypatch):
     monkeypatch.undo()
 
 
+def test_a_driver_older_than_the_code_is_told_to_be_updated(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_FAIL", f"load:1:{222 if fake[0].vendor.name == 'cuda' else 209}")
+    with pytest.raises(KernelError, match="loading decode-bf16-d64 for sm_90: error 2") as caught:
+        fake[0].function(0, "sm_90", INSTANCE, 0, "portattn_decode")
+    assert ("update the driver" in str(caught.value)) == (fake[0].vendor.name == "cuda")
+
+
+def test_two_devices_of_different_architectures_have_code_of_their_own(fake):
+    d, library = fake
+    first, second = (d.function(i, arch, INSTANCE, 0, "portattn_decode") for i, arch in enumerate(("sm_90", "sm_86")))
+    assert first is not second and (first.index, second.index) == (0, 1) and "sm_86" in second.what
+    assert d.function(0, "sm_90", INSTANCE, 0, "portattn_decode") is first
+
+
 def test_eight_threads_load_one_module(fake):
     d, library = fake
     found, errors = [], []

@@ -163,3 +163,58 @@ def test_division_by_constants_is_exact():
         inverse, shift = native.division(d)
         for a in (0, 1, d - 1, d, d + 1, 7 * d - 1, 2**31 - 1, 2**31 - d):
             assert (a * inverse >> 32) >> shift == a // d
+
+
+def plain(**changed):
+    return paged(kv_lens=torch.zeros(3, dtype=torch.int32))._replace(**changed)
+
+
+def kernels(run) -> tuple[str, str]:
+    """The kernel that serves, and the one for pointers that are not aligned."""
+    return run.launch.function.what.split("-")[0], run.general.launch.function.what.split("-")[0] if run.general else ""
+
+
+@pytest.mark.parametrize("changed", [
+    dict(kv_lens=torch.zeros(3, dtype=torch.int64)), dict(sinks=torch.ones(8)), dict(softcap=2.0), dict(window_left=3), dict(batch_invariant=True),
+    dict(out=torch.zeros(3, 1, 8, 64)), dict(k_scale=torch.ones(2)), dict(alibi_slopes=torch.ones(8)),
+], ids=lambda c: next(iter(c)))
+def test_calls_that_ask_for_more_are_not_plain(device, changed):
+    assert kernels(native.Attention(device, plain(), problem()))[0] == "plain"
+    assert kernels(native.Attention(device, plain(**changed), problem()))[0] == "decode"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_plain_call_on_a_pointer_that_is_not_aligned_takes_the_general_kernel(device, name):
+    call = plain()
+    run = native.Attention(device, call, problem())
+    run(call)
+    assert seen(device)["flags"] == native.ALIGNED | native.OUT_ALIGNED | native.UNIFORM_PAGES | native.PAGED
+    x = getattr(call, name)
+    shifted = torch.zeros(x.numel() + 1, dtype=torch.bfloat16)[1:].view(x.shape)
+    run(call._replace(**{name: shifted}))
+    assert seen(device)[name] == shifted.data_ptr() and kernels(run) == ("plain", "decode")
+    run(call)
+    assert seen(device)[name] == x.data_ptr()
+
+
+def test_plain_calls_have_a_workspace_of_their_own_that_rests_at_minus_one(device):
+    native.Attention(device, plain(), problem())(plain())
+    own = seen(device)["counters"]
+    native.Attention(device, paged(), problem())(paged())
+    assert seen(device)["counters"] != own
+    (_, _, at, whole), = device.plain_workspaces.eager.values()
+    assert at == own and (whole == -1).all()
+
+
+def test_a_workspace_that_does_not_fit_is_torchs_error_and_the_next_call_works(device, monkeypatch):
+    call = plain()
+    run = native.Attention(device, call, problem())
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as m:
+        m.setattr(native.torch, "empty", full)
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            run(call)
+    assert run(call) is call.out and not device.plain_workspaces.captured

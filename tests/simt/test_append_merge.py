@@ -74,6 +74,17 @@ def test_a_call_appends_turned_keys_where_they_land(ragged, interleaved):
         assert (got.double() - expected.double()).abs().max() <= 2e-3 and torch.equal(got == 0, expected == 0)
 
 
+def test_tokens_past_the_table_and_slots_past_the_cache_go_nowhere():
+    whole = torch.full((8, 4, 2, 8), 3.0)
+    caches, new = [whole[1:7], whole[1:7]], torch.ones(2, 1, 2, 8)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    for lens in ([5, 9], [2**31 - 1, 400]):
+        call = Call(torch.ones(2, 1, 4, 8), *caches, 1.0, block_table=table, kv_lens=torch.tensor(lens), k_new=new, v_new=new)
+        host.append(new, new, *caches, call=call)
+    host.append(new[:, 0], new[:, 0], *caches, slots=torch.tensor([24, 2**40]))
+    assert (whole == 3).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -math.inf, 9.0])])
 def test_states_merge_exactly_and_empty_ones_do_nothing(dtype, sinks):

@@ -13,6 +13,7 @@ from . import host
 
 CASES = ("test_ragged_lengths_at_any_number_of_workers[14-32-4]", "test_options[offset-page]", "test_eight_bit_caches[e5m2-32-4]",
          "test_batch_invariant_rows_are_the_same_bits_alone_and_in_a_batch[6-2]")
+PLAIN = ("test_ragged_lengths_at_any_number_of_workers[14]", "test_more_sequences_than_one_look")
 
 
 def _library() -> str | None:
@@ -32,9 +33,10 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_kernels_are_clean():
-    done = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/simt/test_decode.py::{c}" for c in CASES))
+    done = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/simt/test_decode.py::{c}" for c in CASES),
+                *(f"tests/simt/test_plain.py::{c}" for c in PLAIN))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert f"{len(CASES)} passed" in done.stdout
+    assert f"{len(CASES) + len(PLAIN)} passed" in done.stdout
 
 
 def test_the_sanitizer_would_notice():

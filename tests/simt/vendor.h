@@ -67,6 +67,18 @@ inline int atomic_add_ordered(int* p, int x) {
 inline float load_shared_by_blocks(const float* p) { return *p; }
 inline void load4_shared_by_blocks(const float* p, float (&x)[4]) { std::memcpy(x, p, 16); }
 
+// Blocks run one after the other here: a word that has not been posted when somebody looks never will be.
+constexpr u32 kNothing = 0xffffffffu;
+inline bool is_nothing(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, 4);
+  if (bits == kNothing) simt::fail("a block waits for a word that none before it has posted");
+  return false;
+}
+inline void post(float* p, float x) { *p = x; }
+inline void post4(float* p, const float (&x)[4]) { std::memcpy(p, x, 16); }
+inline float peek(const float* p) { return *p; }
+inline void peek4(const float* p, float (&x)[4]) { std::memcpy(x, p, 16); }
 inline int atomic_add(int* p, int x) {
   const int before = *p;
   *p += x;

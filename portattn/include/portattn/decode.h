@@ -23,7 +23,7 @@
 
 namespace portattn {
 
-template <class T, class C, int kD, int kWaves, int kStages>
+template <class T, class C, int kD, int kWaves, int kStages, class P = AttentionParams>
 struct Decode {
   static_assert(kD % 16 == 0 && kD <= 256, "head sizes are padded to multiples of 16");
   static constexpr bool kStaged = kStages == 1;                 // through registers
@@ -47,14 +47,14 @@ struct Decode {
   };
   static constexpr int kSharedBytes = kWaves * kWaveBytes + kQBytes + static_cast<int>(sizeof(Small));
 
-  const AttentionParams& p;
+  const P& p;
   u8* waves;  // of all waves
   T* q_shared;
   Small& small;
   int wave, lane;
   Deal dealt;
 
-  PA_DEVICE Decode(const AttentionParams& params, u8* memory)
+  PA_DEVICE Decode(const P& params, u8* memory)
       : p(params), waves(memory), q_shared(reinterpret_cast<T*>(memory + kWaves * kWaveBytes)),
         small(*reinterpret_cast<Small*>(memory + kWaves * kWaveBytes + kQBytes)), wave(warp::wave_index()), lane(warp::wave_lane()) {}
 
@@ -68,22 +68,47 @@ struct Decode {
   // ---- loading
 
   // The page of this wave's keys of a unit, looked up one unit ahead of its use.
-  PA_DEVICE i64 look_up(const Cursor<kUnit>& c) const { return look_up(c, c.key() + wave * kKeys); }
-  PA_DEVICE i64 look_up(const Cursor<kUnit>& c, int key) const {
+  PA_DEVICE i64 look_up(const Cursor<kUnit, P>& c) const { return look_up(c, c.key() + wave * kKeys); }
+  PA_DEVICE i64 look_up(const Cursor<kUnit, P>& c, int key) const {
     return (p.flags & kUniformPages) && key < c.s.len_k ? page_of(p, c.b, key) : 0;
   }
 
   // Starts the copies of this wave's keys and values of a unit.
-  PA_DEVICE void load(const Cursor<kUnit>& c, i64 page, int slot) const {
+  PA_DEVICE void load(const Cursor<kUnit, P>& c, i64 page, int slot) const {
+    load(c.s, c.b, c.head_kv, page, c.key() + wave * kKeys, slot);
+  }
+  // Of the 16 keys from `first` on.
+  PA_DEVICE void load(const Sequence& s, int b, int head, i64 page, int first, int slot) const {
     constexpr int kSize = static_cast<int>(sizeof(C)), kEach = 16 / kSize, kPieces = kD / kEach, kAll = kKeys * kPieces;
     C* k_to = reinterpret_cast<C*>(stage(wave, slot));
     C* v_to = k_to + kKeys * kCachePitch;
-    const int first = c.key() + wave * kKeys, head = c.head_kv, count = c.s.len_k - first;
+    const int count = s.len_k - first;
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
+    if constexpr (P::kPlain && warp::kWave % kPieces == 0) {
+      constexpr int kRows = max_of(1, warp::kWave / kPieces);
+      const int r = lane / kPieces, d = lane % kPieces * kEach, in_page = first & ((1 << p.page_shift) - 1);
+      const C* k_from = k_base + page * p.k_batch + (in_page + r) * p.k_token + head * p.k_head + d;
+      const C* v_from = v_base + page * p.v_batch + (in_page + r) * p.v_token + head * p.v_head + d;
+      C* to = k_to + r * kCachePitch + d;
+      if (count >= kKeys) {
+#pragma unroll
+        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(to + i * kRows * kCachePitch, k_from + i * kRows * p.k_token);
+#pragma unroll
+        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(to + (kKeys + i * kRows) * kCachePitch, v_from + i * kRows * p.v_token);
+        return;
+      }
+#pragma unroll 1
+      for (int i = 0; i < kKeys / kRows; ++i) {
+        const int bytes = r + i * kRows < count ? 16 : 0;
+        copy_async16(to + i * kRows * kCachePitch, k_from + i * kRows * p.k_token, bytes);
+        copy_async16(to + (kKeys + i * kRows) * kCachePitch, v_from + i * kRows * p.v_token, bytes);
+      }
+      return;
+    }
     if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
       // Keys past the length: no byte is read of them, and their addresses do not matter.
-      const KvOffset base = kv_offset(p, c.s, page, first, head);
+      const KvOffset base = kv_offset(p, s, page, first, head);
       if (warp::kWave % kPieces == 0) {  // a lane stays in its column: pointers move by a constant
         constexpr int kRows = max_of(1, warp::kWave / kPieces);
         const int r = lane / kPieces, d = lane % kPieces * kEach, left = count - r;
@@ -119,7 +144,7 @@ struct Decode {
     for (int piece = lane; piece < kAll; piece += warp::kWave) {
       const int r = piece / kPieces, d = piece % kPieces * kEach;
       KvOffset at = {0, 0};
-      if (r < count) at = kv_offset(p, c.s, page_of(p, c.b, first + r), first + r, head);
+      if (r < count) at = kv_offset(p, s, page_of(p, b, first + r), first + r, head);
 #pragma unroll 1
       for (int of_v = 0; of_v < 2; ++of_v) {
         C* to = (of_v ? v_to : k_to) + r * kCachePitch + d;
@@ -156,7 +181,7 @@ struct Decode {
   static constexpr int kParts = kAhead == 0 ? 2 : 1, kPart = ceil_div(kLoads, kParts);  // with nothing ahead, half the pieces at a time
   struct Pieces { Bytes16 x[kPart]; };
 
-  PA_DEVICE bool whole(const Cursor<kUnit>& c, int first) const {
+  PA_DEVICE bool whole(const Cursor<kUnit, P>& c, int first) const {
     constexpr i64 kFar = (1 << 30) / (kKeys * static_cast<int>(sizeof(C)));  // rows are addressed by 32 bits from the first
     return (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned) && c.s.len_k - first >= kKeys && p.k_token < kFar &&
            p.v_token < kFar;
@@ -185,7 +210,7 @@ struct Decode {
   }
   // Starts the loads of 16 keys (or their values) of the cursor's sequence, where they are whole.
   template <bool kOfV, int kNth = 0>
-  PA_DEVICE void fetch(const Cursor<kUnit>& c, int first, i64 page, Pieces& x) const {
+  PA_DEVICE void fetch(const Cursor<kUnit, P>& c, int first, i64 page, Pieces& x) const {
     x = {};
     if (!whole(c, first)) return;
     const KvOffset at = kv_offset(p, c.s, page, first, c.head_kv);
@@ -209,7 +234,7 @@ struct Decode {
   // Waits for them and leaves them in the wave's tile; where they are not whole (the last keys of a sequence, pages
   // that 16 keys straddle, rows that are not aligned) they are read only now.
   template <bool kOfV, int kNth = 0>
-  PA_DEVICE void land(const Cursor<kUnit>& c, int first, const Pieces& x) const {
+  PA_DEVICE void land(const Cursor<kUnit, P>& c, int first, const Pieces& x) const {
     if (whole(c, first)) {
       const bool padded = (kOfV ? p.head_dim_v : p.head_dim) != kD;
 #pragma unroll
@@ -269,24 +294,24 @@ struct Decode {
   }
 
   // Begins the cursor's tile: its q is in shared memory already.
-  PA_DEVICE void begin(const Cursor<kUnit>& c, State& st) const {
+  PA_DEVICE void begin(const Cursor<kUnit, P>& c, State& st) const {
     if (kHoldQ) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) mma::load_a(st.q[t], q_shared + t * 16, kPitch);
     }
-    const int head = c.head_kv, group = p.group;
+    const int head = c.head_kv;
 #pragma unroll
     for (int i = 0; i < mma::kSlots; ++i) st.row[i] = row_of(p, c.s, c.b, head, c.first_row + mma::row(i));
     st.scoring = score_of(p, p.k_scale ? in_global(p.k_scale)[c.b * p.scale_batch_k + head * p.scale_head_k] : 1.0f);
     const int shift = c.s.len_k - c.s.len_q;
-    const int first = quotient(c.first_row, group), last = min_of(c.s.len_q - 1, quotient(c.first_row + kTileRows - 1, group));
+    const int first = token_of(p, c.first_row), last = min_of(c.s.len_q - 1, token_of(p, c.first_row + kTileRows - 1));
     st.clear_lo = p.window_left >= 0 ? last + shift - p.window_left : 0;
     st.clear_hi = p.window_right >= 0 ? min_of(c.s.len_k, first + shift + min_of(p.window_right, 1 << 30) + 1) : c.s.len_k;
   }
 
-  // One unit: this wave's 16 keys. `between` is called when the keys are consumed and the values are not yet.
+  // One unit: this wave's 16 keys, from `key` on. `between` is called when the keys are consumed and the values are not yet.
   template <class Between>
-  PA_DEVICE void step(const Cursor<kUnit>& c, State& st, int slot, Between between) const {
+  PA_DEVICE void step(const Sequence& seq, int key, State& st, int slot, Between between) const {
     const T* k = kWiden ? widened(wave) : reinterpret_cast<const T*>(stage(wave, slot));
     const T* v = k + kKeys * kPitch;
     mma::Acc s[2] = {};
@@ -302,7 +327,6 @@ struct Decode {
         mma::multiply<T>(s[t & 1], qa, kb);
       }
     }
-    const int key = c.key() + wave * kKeys;
     float x[mma::kAcc];
 #pragma unroll
     for (int e = 0; e < mma::kAcc; ++e) x[e] = (s[0].x[e] + s[1].x[e]) * st.scoring.scale;
@@ -320,7 +344,7 @@ struct Decode {
     if (key < st.clear_lo || key + kKeys > st.clear_hi) {
 #pragma unroll
       for (int e = 0; e < mma::kAcc; ++e)
-        if (!sees(p, c.s, st.row[mma::slot_of(e)], key + mma::col(e))) x[e] = -PA_INFINITY;
+        if (!sees(p, seq, st.row[mma::slot_of(e)], key + mma::col(e))) x[e] = -PA_INFINITY;
     }
 
     float top[mma::kSlots], shrink[mma::kSlots];
@@ -380,18 +404,21 @@ struct Decode {
   // A state in the workspace: partial_rows x kD of o (unnormalised, relative to m), then m, then l.
   PA_DEVICE float* slot_memory(int slot) const { return in_global(p.partial) + static_cast<i64>(slot) * p.partial_rows * (kD + 2); }
 
-  PA_DEVICE void write_row(const Cursor<kUnit>& c, int r, int d, const float (&o)[4], float m, float l) const {
-    const int packed = c.first_row + r, token = quotient(packed, p.group), head_kv = c.head_kv, head = head_kv * p.group + packed - token * p.group;
+  PA_DEVICE void write_row(const Cursor<kUnit, P>& c, int r, int d, const float (&o)[4], float m, float l) const {
+    write_row(c.s, c.b, c.head_kv, c.first_row + r, d, o, m, l);
+  }
+  PA_DEVICE void write_row(const Sequence& s, int b, int head_kv, int packed, int d, const float (&o)[4], float m, float l) const {
+    const int token = token_of(p, packed), head = head_kv * p.group + packed - token * p.group;
     const Finish f = finish<T>(p, m, l, head);
     float factor = f.factor * p.v_factor;
-    if (p.v_scale) factor *= in_global(p.v_scale)[c.b * p.scale_batch_v + head_kv * p.scale_head_v];
+    if (p.v_scale) factor *= in_global(p.v_scale)[b * p.scale_batch_v + head_kv * p.scale_head_v];
     const float y[4] = {o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor};
-    write_out<T>(p, out_offset(p, c.s, c.b, token, head), d, y);
-    if (p.lse && d == 0) in_global(p.lse)[lse_offset(p, c.s, c.b, token, head)] = f.lse;
+    write_out<T>(p, out_offset(p, s, b, token, head), d, y);
+    if (p.lse && d == 0) in_global(p.lse)[lse_offset(p, s, b, token, head)] = f.lse;
   }
 
   // Merges the waves' states; `slot` is where in the workspace they go, negative if the tile is complete.
-  PA_DEVICE void merge_waves(const Cursor<kUnit>& c, int rows, int stage_slot, int slot) const {
+  PA_DEVICE void merge_waves(const Cursor<kUnit, P>& c, int rows, int stage_slot, int slot) const {
     for (int i = thread_x(); i < rows * (kD / 4); i += kThreads) {
       const int r = i / (kD / 4), d = i % (kD / 4) * 4;
       float m = small.m[0][r];
@@ -421,7 +448,7 @@ struct Decode {
 
   // Merges `count` states of the workspace, in order, into the result. State 0 is in slot first, state i in
   // next + (i - 1) * stride. A thread has four columns of a row; weights are found by a warp a row, a lane a state.
-  PA_DEVICE void merge_slots(const Cursor<kUnit>& c, int rows, int count, int first, int next, int stride, int stage_slot) const {
+  PA_DEVICE void merge_slots(const Cursor<kUnit, P>& c, int rows, int count, int first, int next, int stride, int stage_slot) const {
     constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kStaged ? 4 : 8;  // kBatch loads wait together
     struct Weights { float of[kRowsAtOnce][32], keep[kRowsAtOnce], m[kRowsAtOnce], l[kRowsAtOnce]; };
     static_assert(sizeof(Weights) <= kTileBytes, "the weights pass through a stage that is not in use");
@@ -489,7 +516,7 @@ struct Decode {
   }
 
   // The cursor stands on the last unit of a segment.
-  PA_DEVICE void finish_segment(const Cursor<kUnit>& c, State& st, int stage_slot, int worker) const {
+  PA_DEVICE void finish_segment(const Cursor<kUnit, P>& c, State& st, int stage_slot, int worker) const {
     const int rows = min_of(kTileRows, c.s.len_q * p.group - c.first_row);
     publish(st, rows, stage_slot);
     block_sync();
@@ -537,7 +564,7 @@ struct Decode {
     i64 page;
     Pieces keys, values;
   };
-  PA_DEVICE void turn(Cursor<kUnit>& c, State& st, Fetched& f, int worker) const {
+  PA_DEVICE void turn(Cursor<kUnit, P>& c, State& st, Fetched& f, int worker) const {
     const int first = c.key() + wave * kKeys;
     const bool begins = c.unit == c.from, more = c.left > 1;
     if (begins) f.page = uniform(look_up(c, first));
@@ -556,7 +583,7 @@ struct Decode {
     const i64 next = more ? look_up(c, first + kUnit) : 0;
     if (kAhead == 1) fetch<true>(c, first, f.page, f.values);
     warp::wave_sync();
-    step(c, st, 0, [&] {
+    step(c.s, first, st, 0, [&] {
       if (kAhead == 0) fetch<true>(c, first, f.page, f.values);
       land<true>(c, first, f.values);
       if constexpr (kParts == 2) {
@@ -576,7 +603,7 @@ struct Decode {
     }
     c.next(p);
   }
-  PA_DEVICE void run_staged(Cursor<kUnit> c, int worker) const {
+  PA_DEVICE void run_staged(Cursor<kUnit, P> c, int worker) const {
     State st;
     clear(st);
     Fetched f;
@@ -589,11 +616,11 @@ struct Decode {
   }
 
   PA_DEVICE void run(int line, int worker, bool tiled_elsewhere) {
-    Cursor<kUnit> c;
+    Cursor<kUnit, P> c;
     dealt = schedule<kUnit, kThreads>(p, line, worker, tiled_elsewhere, c, small.schedule);
     if (c.done()) return;
     if constexpr (kStaged) return run_staged(c, worker);
-    Cursor<kUnit> ahead = c;
+    Cursor<kUnit, P> ahead = c;
     i64 page = look_up(ahead);
     State st;
     clear(st);
@@ -619,7 +646,7 @@ struct Decode {
         widen(slot);
         warp::wave_sync();
       }
-      step(c, st, slot, [] {});
+      step(c.s, c.key() + wave * kKeys, st, slot, [] {});
       warp::wave_sync();  // before this stage is filled again
       if (c.left == 1) {
         finish_segment(c, st, slot, worker);

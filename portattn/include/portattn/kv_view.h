@@ -12,7 +12,15 @@ struct Sequence {
   i64 start_q, start_k;  // first token of q, out, lse; of k, v where not paged
 };
 
-PA_DEVICE Sequence sequence(const AttentionParams& p, int b) {
+// The length given for a sequence that has room for `room` keys.
+template <class P>
+PA_DEVICE int length_of(const P& p, int b, int room) {
+  const i64 n = read_index(p.lengths, b, p.flags & kLengths64);
+  return n < 0 ? 0 : n < room ? static_cast<int>(n) : room;
+}
+
+template <class P>
+PA_DEVICE Sequence sequence(const P& p, int b) {
   Sequence s = {p.len_q, p.len_k, 0, 0};
   if (p.cu_q) {
     s.start_q = read_index(p.cu_q, b, p.flags & kCuQ64);
@@ -22,23 +30,27 @@ PA_DEVICE Sequence sequence(const AttentionParams& p, int b) {
     s.start_k = read_index(p.cu_k, b, p.flags & kCuK64);
     s.len_k = static_cast<int>(read_index(p.cu_k, b + 1, p.flags & kCuK64) - s.start_k);
   }
-  if (p.lengths) s.len_k = max_of(0, static_cast<int>(read_index(p.lengths, b, p.flags & kLengths64)));
+  if (p.lengths) s.len_k = length_of(p, b, s.len_k);
   return s;
 }
 
-PA_DEVICE i64 q_offset(const AttentionParams& p, const Sequence& s, int b, int token, int head) {
+template <class P>
+PA_DEVICE i64 q_offset(const P& p, const Sequence& s, int b, int token, int head) {
   return b * p.q_batch + (s.start_q + token) * p.q_token + head * p.q_head;
 }
-PA_DEVICE i64 out_offset(const AttentionParams& p, const Sequence& s, int b, int token, int head) {
+template <class P>
+PA_DEVICE i64 out_offset(const P& p, const Sequence& s, int b, int token, int head) {
   return b * p.out_batch + (s.start_q + token) * p.out_token + head * p.out_head;
 }
-PA_DEVICE i64 lse_offset(const AttentionParams& p, const Sequence& s, int b, int token, int head) {
+template <class P>
+PA_DEVICE i64 lse_offset(const P& p, const Sequence& s, int b, int token, int head) {
   return b * p.lse_batch + (s.start_q + token) * p.heads_q + head;
 }
 
 // The keys that rows [first, last] of a sequence can see: [lo, hi). Row i stands at position i + len_k - len_q.
 struct Span { int lo, hi; };
-PA_DEVICE Span visible(const AttentionParams& p, const Sequence& s, int first, int last) {
+template <class P>
+PA_DEVICE Span visible(const P& p, const Sequence& s, int first, int last) {
   Span v = {0, s.len_k};
   const int shift = s.len_k - s.len_q;
   if (p.window_left >= 0 && first + shift > p.window_left) v.lo = min_of(s.len_k, first + shift - p.window_left);
@@ -54,20 +66,22 @@ PA_DEVICE Span visible(const AttentionParams& p, const Sequence& s, int first, i
 struct KvOffset { i64 k, v; };
 
 // The page that holds a key (or the batch index of an unpaged cache).
-PA_DEVICE i64 page_of(const AttentionParams& p, int b, int key) {
+template <class P>
+PA_DEVICE i64 page_of(const P& p, int b, int key) {
   if (!(p.flags & kPaged)) return b;
-  const int entry = p.page_shift >= 0 ? key >> p.page_shift : quotient(key, p.page_size);
+  const int entry = P::kPlain || p.page_shift >= 0 ? key >> p.page_shift : quotient(key, p.page_size);
   return read_index(p.block_table, b * p.table_batch + entry, p.flags & kTable64);
 }
-PA_DEVICE KvOffset kv_offset(const AttentionParams& p, const Sequence& s, i64 page, int key, int head) {
+template <class P>
+PA_DEVICE KvOffset kv_offset(const P& p, const Sequence& s, i64 page, int key, int head) {
   i64 row = s.start_k + key;
-  if (p.flags & kPaged) row = p.page_shift >= 0 ? key & ((1 << p.page_shift) - 1) : key - quotient(key, p.page_size) * p.page_size;
+  if (p.flags & kPaged) row = P::kPlain || p.page_shift >= 0 ? key & ((1 << p.page_shift) - 1) : key - quotient(key, p.page_size) * p.page_size;
   return {page * p.k_batch + row * p.k_token + head * p.k_head, page * p.v_batch + row * p.v_token + head * p.v_head};
 }
 
 // out's four elements from column d on.
-template <class T>
-PA_DEVICE void write_out(const AttentionParams& p, i64 offset, int d, const float (&x)[4]) {
+template <class T, class P>
+PA_DEVICE void write_out(const P& p, i64 offset, int d, const float (&x)[4]) {
   if (d >= p.head_dim_v) return;
   if (p.flags & kOutFloat) {
     float* to = in_global(static_cast<float*>(p.out)) + offset + d;

@@ -12,7 +12,8 @@ PA_DEVICE float tanh_of(float x) { return 1.0f - 2.0f * reciprocal(1.0f + exp2_f
 
 // What turns q.k into a score in units of log2: x = dot * scale, then cap * tanh(x) where there is a cap.
 struct Score { float scale, cap; };
-PA_DEVICE Score score_of(const AttentionParams& p, float k_scale) {
+template <class P>
+PA_DEVICE Score score_of(const P& p, float k_scale) {
   const float scale = p.scale * k_scale;
   if (p.softcap > 0.0f) return {scale / p.softcap, p.softcap * kLog2e};
   return {scale * kLog2e, 0.0f};
@@ -21,7 +22,8 @@ PA_DEVICE Score score_of(const AttentionParams& p, float k_scale) {
 // 2^(m - base), 0 for the empty state whatever base is.
 PA_DEVICE float weight(float m, float base) { return m == -PA_INFINITY ? 0.0f : exp2_fast(m - base); }
 
-PA_DEVICE float sink_of(const AttentionParams& p, int head, bool bf16_sinks) {
+template <class P>
+PA_DEVICE float sink_of(const P& p, int head, bool bf16_sinks) {
   if (p.flags & kSinksFloat) return in_global(static_cast<const float*>(p.sinks))[head];
   const u16* sinks = in_global(static_cast<const u16*>(p.sinks));
   return bf16_sinks ? to_float(bf16{sinks[head]}) : to_float(f16{sinks[head]});
@@ -32,8 +34,8 @@ template <> constexpr bool kIsBf16<bf16> = true;
 
 // A finished row: what to multiply o by, and its lse (natural logarithm).
 struct Finish { float factor, lse; };
-template <class T>
-PA_DEVICE Finish finish(const AttentionParams& p, float m, float l, int head) {
+template <class T, class P>
+PA_DEVICE Finish finish(const P& p, float m, float l, int head) {
   if (l != l) return {l, l};  // NaN in a key that the row sees
   const float sink = p.sinks ? sink_of(p, head, kIsBf16<T>) : -PA_INFINITY;
   if (l == 0.0f) return {0.0f, sink};

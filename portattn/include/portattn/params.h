@@ -27,6 +27,7 @@ constexpr int kQueues = 4;
 
 // Attention over dense, varlen and paged keys: token t of sequence b is row start(b) + t, of a page where paged.
 struct AttentionParams {
+  static constexpr bool kPlain = false;
   const void* q;
   const void* k;
   const void* v;
@@ -53,7 +54,7 @@ struct AttentionParams {
   i64 table_batch;
 
   i32 batch, heads_q, heads_kv, group, head_dim, head_dim_v;  // group: query heads a kv head
-  i32 len_q, len_k;         // dense: the lengths; else unused
+  i32 len_q, len_k;         // dense: the lengths; paged: len_k is what the table has room for
   i32 page_size, page_shift;  // page_shift: log2 of a page size that is a power of two, else -1
   i32 window_left, window_right;  // -1: unbounded; causal is window_right 0
   i32 alibi_batch;          // strides in elements
@@ -70,6 +71,24 @@ struct AttentionParams {
   float v_factor;           // v_scale where that is a number
   u32 flags;
   i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work
+};
+
+// What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
+// changes scores. What is known of such calls hides the fields of the same names, so that the same source compiles to
+// a third of the code; native.py, is_plain, decides.
+template <int kD>
+struct PlainParams : AttentionParams {
+  static constexpr bool kPlain = true;
+  static constexpr const void* cu_q = nullptr;
+  static constexpr const void* cu_k = nullptr;
+  static constexpr const float* alibi = nullptr;
+  static constexpr const void* sinks = nullptr;
+  static constexpr const float* k_scale = nullptr;
+  static constexpr const float* v_scale = nullptr;
+  static constexpr const void* rotary_cos = nullptr;
+  static constexpr i32 head_dim = kD, head_dim_v = kD, len_q = 1, window_left = -1, window_right = -1;
+  static constexpr float softcap = 0.0f;
+  static constexpr u32 flags = kAligned | kOutAligned | kUniformPages | kPaged;
 };
 
 // Appending keys and values to a paged cache, keys turned by rotary where given.
@@ -101,7 +120,7 @@ struct AppendParams {
   i32 rotary_dim;
   float k_factor, v_factor; // scales where they are numbers
   u32 flags;
-  i32 unused;
+  i32 room;                 // pages of the cache, or with block_table its columns: what lies beyond goes nowhere
 };
 
 // Merging n partial results of `rows` rows (all axes of out but the last).

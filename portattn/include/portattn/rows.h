@@ -6,6 +6,10 @@
 
 namespace portattn {
 
+// The query token of a packed row.
+template <class P>
+PA_DEVICE int token_of(const P& p, int packed) { return P::kPlain ? 0 : quotient(packed, p.group); }
+
 struct Rotary { float cos, sin; };
 template <class T>
 PA_DEVICE Rotary rotary_at(const void* cos, const void* sin, i64 i, bool floats) {
@@ -28,13 +32,13 @@ PA_DEVICE float turned(const T* row, int d, int dim, int position, const void* c
 }
 
 // Fills shared rows [0, kRows) with packed rows from `first` on, zero outside the sequence and past head_dim.
-template <class T, int kD, int kRows, int kThreads>
-PA_DEVICE void load_q(const AttentionParams& p, const Sequence& s, int b, int head_kv, int first, T* shared, int pitch) {
+template <class T, int kD, int kRows, int kThreads, class P>
+PA_DEVICE void load_q(const P& p, const Sequence& s, int b, int head_kv, int first, T* shared, int pitch) {
   const int group = p.group, total = s.len_q * group;
   for (int i = thread_x(); i < kRows * (kD / 8); i += kThreads) {
     const int r = i / (kD / 8), d = i % (kD / 8) * 8;
     if (first + r < total) {
-      const int token = quotient(first + r, group), head = head_kv * group + first + r - token * group;
+      const int token = token_of(p, first + r), head = head_kv * group + first + r - token * group;
       const T* row = in_global(static_cast<const T*>(p.q)) + q_offset(p, s, b, token, head);
       if (!p.rotary_cos && d + 8 <= p.head_dim && (reinterpret_cast<u64>(row + d) & 15) == 0) {
         *reinterpret_cast<Bytes16*>(shared + r * pitch + d) = *reinterpret_cast<const Bytes16*>(row + d);
@@ -61,14 +65,16 @@ struct Row {
   int position;  // may be negative
   float slope;   // alibi, times log2(e)
 };
-PA_DEVICE Row row_of(const AttentionParams& p, const Sequence& s, int b, int head_kv, int packed) {
+template <class P>
+PA_DEVICE Row row_of(const P& p, const Sequence& s, int b, int head_kv, int packed) {
   const int group = p.group;
-  const int token = quotient(packed, group);
+  const int token = token_of(p, packed);
   Row r = {token + s.len_k - s.len_q, 0.0f};
   if (p.alibi && packed < s.len_q * group) r.slope = in_global(p.alibi)[b * p.alibi_batch + head_kv * group + packed - token * group] * kLog2e;
   return r;
 }
-PA_DEVICE bool sees(const AttentionParams& p, const Sequence& s, const Row& r, int key) {
+template <class P>
+PA_DEVICE bool sees(const P& p, const Sequence& s, const Row& r, int key) {
   if (key >= s.len_k) return false;
   if (p.window_right >= 0 && key - p.window_right > r.position) return false;
   return p.window_left < 0 || key + p.window_left >= r.position;

@@ -25,8 +25,8 @@ constexpr int kMaxCuts = 16;       // of a tile under batch_invariant
 constexpr int kMaxCutTiles = 4;    // sequences of more tiles are not cut: they fill the device, and the workspace stays small
 constexpr int kMinCutKeys = 256;
 
-template <int kUnit>
-PA_DEVICE Work work_of(const AttentionParams& p, const Sequence& s, bool tiled_elsewhere) {
+template <int kUnit, class P>
+PA_DEVICE Work work_of(const P& p, const Sequence& s, bool tiled_elsewhere) {
   const int rows = s.len_q * p.group;
   Work w = {0, 1, ceil_div(rows, kTileRows), 1 << 30};
   if (s.len_q <= 0 || (tiled_elsewhere && rows > kDecodeRows)) {
@@ -39,7 +39,8 @@ PA_DEVICE Work work_of(const AttentionParams& p, const Sequence& s, bool tiled_e
   if ((p.flags & kInvariant) && w.tiles <= kMaxCutTiles) w.cut = max_of(kMinCutKeys / kUnit, ceil_div(w.units, kMaxCuts));
   return w;
 }
-PA_DEVICE int weight_of(const AttentionParams& p, const Work& w) { return w.tiles * w.units * p.line_heads; }
+template <class P>
+PA_DEVICE int weight_of(const P& p, const Work& w) { return w.tiles * w.units * p.line_heads; }
 
 // How the line is dealt out: the first `more` workers take `each` + 1 units, the others `each`. Nobody takes none.
 struct Deal {
@@ -50,7 +51,8 @@ struct Deal {
     return unit < split ? quotient(unit, each + 1) : more + quotient(unit - split, each);
   }
 };
-PA_DEVICE Deal deal(const AttentionParams& p, int total) {
+template <class P>
+PA_DEVICE Deal deal(const P& p, int total) {
   if (total <= p.workers) return {total, total, 1, 0};
   const int each = p.workers == 1 ? total : quotient_by(total, p.workers_inverse, p.workers_shift);
   return {total, p.workers, each, total - each * p.workers};
@@ -58,7 +60,7 @@ PA_DEVICE Deal deal(const AttentionParams& p, int total) {
 
 // A worker's place on the line. Its part is a row of segments: pieces of one tile, up to the tile's end, the next cut
 // or the end of the part. Between segments it only counts; the slow steps are at their ends.
-template <int kUnit>
+template <int kUnit, class P = AttentionParams>
 struct Cursor {
   int b, tile, unit;      // tile counts over the line's kv heads: nth head * work.tiles + row tile
   int at, end;            // places on the line: here, and the end of the part
@@ -72,17 +74,17 @@ struct Cursor {
   PA_DEVICE int key() const { return (work.first + unit) * kUnit; }
   PA_DEVICE bool done() const { return left == 0; }
 
-  PA_DEVICE void load(const AttentionParams& p) {
+  PA_DEVICE void load(const P& p) {
     s = sequence(p, b);
     s = {uniform(s.len_q), uniform(s.len_k), uniform(s.start_q), uniform(s.start_k)};
     work = work_of<kUnit>(p, s, elsewhere);
   }
-  PA_DEVICE void enter_tile(const AttentionParams& p) {
+  PA_DEVICE void enter_tile(const P& p) {
     const int nth = tile == 0 ? 0 : quotient(tile, work.tiles);
     head_kv = nth * p.lines + line;
     first_row = (tile - nth * work.tiles) * kTileRows;
   }
-  PA_DEVICE void next_tile(const AttentionParams& p) {
+  PA_DEVICE void next_tile(const P& p) {
     unit = 0;
     if (++tile == work.tiles * p.line_heads) {
       tile = 0;
@@ -99,7 +101,7 @@ struct Cursor {
   }
   // Puts the cursor `offset` units into sequence b_, whose first unit is at `start` on the line. A worker that begins
   // inside a cut leaves the rest of it to the one before.
-  PA_DEVICE void place(const AttentionParams& p, int line_, int b_, int start, int offset, int end_, bool elsewhere_) {
+  PA_DEVICE void place(const P& p, int line_, int b_, int start, int offset, int end_, bool elsewhere_) {
     line = line_;
     b = b_;
     elsewhere = elsewhere_;
@@ -118,7 +120,7 @@ struct Cursor {
     }
     enter_segment();
   }
-  PA_DEVICE void next(const AttentionParams& p) {
+  PA_DEVICE void next(const P& p) {
     ++at;
     ++unit;
     if (--left) return;
@@ -133,8 +135,8 @@ struct ScheduleShared {
 };
 
 // Deals out a line among its workers and puts the cursor at this worker's part. Every thread of the block calls it.
-template <int kUnit, int kThreads>
-PA_DEVICE Deal schedule(const AttentionParams& p, int line, int worker, bool elsewhere, Cursor<kUnit>& cursor, ScheduleShared& shared) {
+template <int kUnit, int kThreads, class P>
+PA_DEVICE Deal schedule(const P& p, int line, int worker, bool elsewhere, Cursor<kUnit, P>& cursor, ScheduleShared& shared) {
   cursor.left = 0;
   if (p.batch == 1) {  // no scan: saves two barriers where latency is all
     const Deal d = deal(p, uniform(weight_of(p, work_of<kUnit>(p, sequence(p, 0), elsewhere))));

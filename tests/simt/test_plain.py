@@ -1,0 +1,126 @@
+"""The kernel of plain decode steps on the host device, against the float64 reference: parts, tickets and posted states."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from portattn import instances, native, reference
+from portattn.testing.tolerance import close_lse, close_out
+
+from . import host
+from .test_decode import paged
+
+pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
+
+
+def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stages: int = 3, order: int = host.FORWARD, seed: int = 0):
+    """(out, lse) of `workers` blocks; checks that the workspace is as the next launch expects it."""
+    out, lse = torch.full_like(call.q, float("nan")), torch.full(call.q.shape[:-1], float("nan"))
+    dtype, kv, dim = str(call.q.dtype)[6:], str(call.k.dtype)[6:], call.q.shape[-1]
+    values = native.attention_values(call, out)
+    assert native.is_plain(call, values, dim)
+    values |= native.dealing(call.k.shape[-2], workers, lines)
+    room = native.plain_room(values, dim)
+    partial, counters = torch.full((room.floats + 4,), -1, dtype=torch.int32), torch.full((room.counters,), -1, dtype=torch.int32)
+    values |= dict(q=call.q.data_ptr(), k=call.k.data_ptr(), v=call.v.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
+                   lengths=call.kv_lens.data_ptr(), block_table=call.block_table.data_ptr(), partial=(partial.data_ptr() + 15) // 16 * 16,
+                   counters=counters.data_ptr())
+    library = host.build("plain", t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages)
+    host.run(library, "portattn_simt_plain", native.pack(native.ATTENTION, values), (values["lines"], values["workers"]), order, seed)
+    assert (counters == -1).all() and (partial == -1).all(), "the workspace must hold nothing after a launch"
+    return out, lse
+
+
+def check(call, args, kw, **how):
+    out, lse = decode(call, **how)
+    want, want_lse = reference.attention_paged(*args, **kw)
+    plain, plain_lse = reference.plain(reference.attention_paged, *args, **kw)
+    close_out(out, want, plain, call.q.dtype)
+    close_lse(lse, want_lse, plain_lse, call.q.dtype)
+    return out, lse
+
+
+@pytest.mark.parametrize("workers", [2, 14, 60])
+def test_ragged_lengths_at_any_number_of_workers(workers):
+    check(*paged([37, 300, 0, 5, 64, 129]), workers=workers)
+
+
+@pytest.mark.parametrize("lens", [(3000,), (700, 40, 1500, 64, 900)])
+@pytest.mark.parametrize("workers, lines", [(1, 1), (2, 2), (3, 1)])
+def test_long_lines_are_cut_into_parts_of_many_sizes(lens, workers, lines):
+    check(*paged(lens, heads=(2, 2)), workers=workers, lines=lines)
+
+
+@pytest.mark.parametrize("order", [host.REVERSE, host.RANDOM])
+@pytest.mark.parametrize("lens", [(200, 70, 33), (1800, 300)])
+def test_bits_do_not_depend_on_the_order_of_lanes_and_blocks(order, lens):
+    call, args, kw = paged(lens)
+    first = check(call, args, kw, workers=4)
+    for seed in (1, 2):
+        again = decode(call, workers=4, order=order, seed=seed)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2), (32, 2), (3, 1)])
+def test_group_sizes_and_heads_of_a_line(heads):
+    check(*paged([90, 220], heads=heads), workers=6)
+    check(*paged([90, 220], heads=heads), workers=5, lines=1)
+
+
+@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_page_sizes(page, dim):
+    check(*paged([33, 150, 1], page=page, dim=dim, dtype=torch.float16), workers=6)
+
+
+def test_head_dim_256():
+    check(*paged([40, 170], dim=256, heads=(2, 1)), workers=3, waves=2, stages=2)
+
+
+def test_eight_bit_caches():
+    check(*paged([70, 33], cache="e4m3", k_scale=0.7, v_scale=1.3), workers=4)
+
+
+def test_more_sequences_than_one_look():
+    lens = [random.Random(b).choice([0, 1, 17, 64, 80]) for b in range(300)]
+    check(*paged(lens, heads=(1, 1)), workers=7, lines=1)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_inside_the_length_travels_between_parts_and_reaches_its_rows_alone(which):
+    call, _, _ = paged([400, 40])
+    (call.k if which == "k" else call.v)[call.block_table[0, 1], 3] = float("nan")
+    out, lse = decode(call, workers=12)
+    assert out[0].isnan().all() and not out[1].isnan().any() and not lse[1].isnan().any()
+
+
+def test_shared_bytes_and_params_are_those_of_python():
+    for t, c, dim, waves, stages in (("bf16", "bf16", 64, 4, 3), ("bf16", "bf16", 128, 4, 2), ("f16", "e4m3fn", 64, 4, 3)):
+        library = host.build("plain", t=t, c=c, d=dim, waves=waves, stages=stages)
+        assert library.portattn_simt_shared_bytes() == instances.plain_shared(1 if c == "e4m3fn" else 2, dim, waves, stages)
+        assert library.portattn_simt_params_bytes() == len(native.pack(native.ATTENTION, {}))
+
+
+def test_random_problems():
+    r = random.Random(3)
+    for seed in range(10):
+        lens = [r.choice([0, 1, 15, 16, 17, 63, 64, 65, 200, 900]) for _ in range(r.randint(1, 5))]
+        call, args, kw = paged(lens, heads=r.choice([(2, 1), (6, 2), (4, 4)]), page=r.choice([16, 64]), seed=seed)
+        check(call, args, kw, workers=r.choice([4, 12, 36]), order=host.RANDOM, seed=seed)
+
+
+def test_lengths_past_the_table_count_as_what_it_has_room_for():
+    call, _, _ = paged([40, 30])
+    full = call._replace(block_table=call.block_table[:, :2].contiguous(), max_seqlen_k=32, kv_lens=torch.tensor([32, 30], dtype=torch.int32))
+    long = full._replace(kv_lens=torch.tensor([4000, 30], dtype=torch.int32))
+    for run in (lambda c: decode(c, workers=6), lambda c: host.decode(c, grid=6)):
+        assert all(torch.equal(a, b) for a, b in zip(run(full), run(long)))
+
+
+def test_parts_of_many_ragged_sequences():
+    r = random.Random(5)
+    lens = [round(16 * 25 ** r.random()) for _ in range(140)]
+    check(*paged(lens, heads=(2, 2)), workers=14, order=host.RANDOM, seed=2)
