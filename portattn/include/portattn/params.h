@@ -75,7 +75,7 @@ struct AttentionParams {
 
 // What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
 // changes scores. What is known of such calls hides the fields of the same names, so that the same source compiles to
-// a third of the code; native.py, is_plain, decides.
+// little over half of the code; native.py, is_plain, decides.
 template <int kD>
 struct PlainParams : AttentionParams {
   static constexpr bool kPlain = true;
