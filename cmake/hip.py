@@ -1,6 +1,8 @@
 """Compiles csrc_hip for one architecture, with no ROCm installed: clang 19 or newer with lld, or zig's clang. Needs Python alone.
 
-    hip.py ARCH SOURCE OUT [-DNAME=VALUE ...]     one code object; SOURCE is a file of csrc_hip
+    hip.py ARCH SOURCE OUT [--headers=FOLDER] [-DNAME=VALUE ...]
+                                                  one code object; SOURCE is a file of csrc_hip; with HIP's own headers (hip/hip_runtime.h
+                                                  in FOLDER, Debian's libamdhip64-dev) in front: the same instructions come out
     hip.py which ARCH                             the compiler that would be used
 
 Order: $PORTATTN_HIP_CLANG, clang-22 .. clang-19 and ROCm's own clang (any that knows the architecture), then the pip
@@ -42,12 +44,25 @@ def compiler(arch: str) -> list[str] | None:
     return [shutil.which("zig")] if shutil.which("zig") else None  # type: ignore[list-item]
 
 
+def with_headers(command: list[str], folder: str) -> list[str]:
+    """Flags that put HIP's own headers in front of a source, as hipcc does."""
+    resources = subprocess.run([*command, "-print-resource-dir"], capture_output=True, text=True, check=True).stdout.strip()
+    return ["-D__HIP_PLATFORM_AMD__", "-isystem", os.path.join(resources, "include", "cuda_wrappers"), "-isystem", folder,
+            "-include", "__clang_hip_runtime_wrapper.h", "-include", "hip/hip_runtime.h"]
+
+
 def compile(arch: str, source: str, out: str, options: list[str]) -> None:
     """Makes one code object; raises RuntimeError with the compiler's words. Paths inside are relative: the same bytes anywhere."""
     command = compiler(arch)
     if command is None:
         raise RuntimeError(f"no compiler knows {arch}: install clang-{NEW.get(arch, 19)} and lld, or pip install ziglang")
     out = os.path.abspath(out)
+    headers = [o.partition("=")[2] for o in options if o.startswith("--headers=")]
+    options = [o for o in options if not o.startswith("--headers=")]
+    if headers:
+        if _is_zig(command):
+            raise RuntimeError("zig's clang brings no wrappers for HIP's headers: use clang")
+        options += with_headers(command, headers[0])
     if not _is_zig(command):
         _run([*command, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "--no-gpu-bundle-output", *FLAGS, *options, source, "-o", out])
         return

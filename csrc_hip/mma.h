@@ -66,6 +66,41 @@ PA_DEVICE void load_b_cols(FragB& b, const T* tile, int pitch) {
 
 template <class T>
 PA_DEVICE void multiply(Acc& c, const FragA& a, const FragB& b) { multiply_matrices<T>(c.x, b, a); }
+// c += a0 b0 + a1 b1: one instruction of twice the depth on gfx950. What is k of which element does not matter to it.
+template <class T>
+PA_DEVICE void multiply_twice(Acc& c, const FragA& a0, const FragA& a1, const FragB& b0, const FragB& b1) {
+  if constexpr (kMatrixTwice) {
+    multiply_matrices_twice<T>(c.x, b0, b1, a0, a1);
+  } else {
+    multiply<T>(c, a0, b0);
+    multiply<T>(c, a1, b1);
+  }
+}
+
+// Turned memory holds B's columns as rows, k in to_a's order: load_b_rows reads it for what to_a made. The pad leaves no bank
+// conflict to these reads: 8 bytes a lane by MFMA, 16 by WMMA.
+constexpr int kTurnedPad = kMatrixLayout == kMfma ? 4 : 8;
+// Where a key stands in a row of it.
+PA_DEVICE constexpr int turned_place(int key) {
+  return kMatrixLayout == kWmmaGfx11 ? (key & ~15) + (key & 1) * 8 + (key & 15) / 2 : key;  // 0, 2, .. 14, then 1, 3, .. 15 of every sixteen
+}
+// Four keys' rows of eight elements into rows 0 .. 7 of a turned tile; `key` is a multiple of 4.
+template <class T, class Row>
+PA_DEVICE void store_turned(T* tile, int pitch, int key, const Row (&rows)[4]) {
+  struct alignas(8) Pair { u32 x[2]; };
+#pragma unroll
+  for (int d = 0; d < 8; ++d) {
+    const int shift = 16 * (d & 1);
+    auto pair = [&](int a, int b) { return (rows[a].x[d / 2] >> shift & 0xffff) | rows[b].x[d / 2] >> shift << 16; };
+    T* to = tile + d * pitch;
+    if constexpr (kMatrixLayout == kWmmaGfx11) {
+      *reinterpret_cast<u32*>(to + turned_place(key)) = pair(0, 2);
+      *reinterpret_cast<u32*>(to + turned_place(key + 1)) = pair(1, 3);
+    } else {
+      *reinterpret_cast<Pair*>(to + key) = {{pair(0, 1), pair(2, 3)}};
+    }
+  }
+}
 
 template <class T>
 PA_DEVICE FragA to_a(const Acc& c) {

@@ -43,6 +43,7 @@ PA_DEVICE int anew(int x) {
 PA_DEVICE int thread_kept() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
 PA_DEVICE int thread_x() { return anew(thread_kept()); }
 PA_DEVICE int block_x() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
+PA_DEVICE int grid_x(int threads) { return static_cast<int>(__builtin_amdgcn_grid_size_x()) / threads; }  // it counts threads
 PA_DEVICE int block_y() { return static_cast<int>(__builtin_amdgcn_workgroup_id_y()); }
 
 // A value that is the same in every lane of the wave, moved to a scalar register.
@@ -64,6 +65,9 @@ PA_DEVICE void wave_fence() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 PA_DEVICE void warp_fence() { wave_fence(); }  // of 32 lanes, which the wave may not all be at
+
+// The compiler moves nothing across: what it would read far ahead needs registers.
+PA_DEVICE void schedule_fence() { __builtin_amdgcn_sched_barrier(0); }
 
 // ---- copies to shared memory, through registers
 
@@ -251,6 +255,30 @@ PA_DEVICE void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a,
   const MatrixAcc d = matrix_instruction(__builtin_bit_cast(MatrixAcc, c), a, b, T{});
 #pragma unroll
   for (int i = 0; i < kMatrixOut; ++i) c[i] = d[i];
+}
+
+
+// gfx950: the same of depth 32, from two operands of depth 16 each.
+#if defined(__gfx950__)
+constexpr bool kMatrixTwice = true;
+#else
+constexpr bool kMatrixTwice = false;
+#endif
+template <class T>
+PA_DEVICE void multiply_matrices_twice(float (&c)[kMatrixOut], const MatrixOperand& a0, const MatrixOperand& a1, const MatrixOperand& b0, const MatrixOperand& b1) {
+#if defined(__gfx950__)
+  struct Both { MatrixOperand first, second; };
+  MatrixAcc d = __builtin_bit_cast(MatrixAcc, c);
+  if constexpr (__is_same(T, f16)) {
+    typedef _Float16 Eight __attribute__((ext_vector_type(8)));
+    d = __builtin_amdgcn_mfma_f32_16x16x32_f16(__builtin_bit_cast(Eight, Both{a0, a1}), __builtin_bit_cast(Eight, Both{b0, b1}), d, 0, 0, 0);
+  } else {
+    typedef __bf16 Eight __attribute__((ext_vector_type(8)));
+    d = __builtin_amdgcn_mfma_f32_16x16x32_bf16(__builtin_bit_cast(Eight, Both{a0, a1}), __builtin_bit_cast(Eight, Both{b0, b1}), d, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kMatrixOut; ++i) c[i] = d[i];
+#endif
 }
 
 }  // namespace portattn

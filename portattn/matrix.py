@@ -32,6 +32,7 @@ LANE: dict[str, Any] = {  # key: what it is where a lane leaves it out
     "torch": "2.13.0",
     "level": "quick",
     "preset": "",  # of cmake/, for lanes that compile
+    "tests": "",  # paths of the project's own tests, for lanes that run those and not the conformance suite
     "arch": [],  # architectures that the lane speaks for; left out: all of the backend
 }
 _ONE_JOB_EACH = ("os", "python", "torch", "level")
@@ -51,8 +52,7 @@ def jobs(manifests: Mapping[str, Manifest]) -> dict[str, list[dict[str, Any]]]:
                 job["runner"] = [str(label) for label in _listed(lane.get("runner", job["os"]))]
                 if "os" not in lane and "runner" in lane:
                     job["os"] = job["runner"][0]
-                if lane.get("preset"):
-                    job["preset"] = str(lane["preset"])
+                job |= {key: str(lane[key]) for key in ("preset", "tests") if lane.get(key)}
                 include.append(job)
     return {"include": include}
 

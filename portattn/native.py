@@ -177,7 +177,7 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, 
 
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
     """The decode kernel where no sequence can have more rows than it is for, else Hopper's prefill kernel or the mixed one."""
-    few = limits.staged or call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
+    few = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
     if not few and limits.wgmma and problem.kv_dtype == problem.dtype:
         return prefill_sm90_shape(problem.dtype, dim)
     return (decode_shape if few else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)

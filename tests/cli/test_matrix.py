@@ -43,7 +43,8 @@ def test_runner_labels_are_kept_together():
     assert job["runner"] == ["self-hosted", "nvidia"] and job["os"] == "self-hosted" and job["level"] == "full"
 
 
-def test_a_preset_reaches_the_job():
+def test_a_preset_and_the_tests_of_a_lane_reach_the_job():
+    assert jobs({"lane": "emulate", "tests": "tests/a tests/b"})[0]["tests"] == "tests/a tests/b" and "tests" not in jobs({"lane": "emulate"})[0]
     assert jobs({"lane": "compile", "runner": "ubuntu-latest", "preset": "cuda"})[0]["preset"] == "cuda"
 
 

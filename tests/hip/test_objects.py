@@ -18,7 +18,7 @@ from . import objects
 
 FULL = bool(os.environ.get("PORTATTN_HIP_FULL"))  # every instance: one to two minutes an architecture
 TABLE = Path(__file__).parent / "resources.yaml"
-STRUCTS = {"decode": native.ATTENTION, "append": native.APPEND, "merge": native.MERGE, "selftest": (("in", "Q"), ("out", "Q"))}
+STRUCTS = {"decode": native.ATTENTION, "mixed": native.ATTENTION, "append": native.APPEND, "merge": native.MERGE, "selftest": (("in", "Q"), ("out", "Q"))}
 
 
 def chosen(arch: str) -> list[Instance]:
@@ -27,8 +27,10 @@ def chosen(arch: str) -> list[Instance]:
     if FULL:
         return instances.every_instance(limits)
     decode = lambda dtype, kv, dim: instances.decode_shape(dtype, kv, dim, limits).instance
+    mixed = lambda dtype, kv, dim: instances.mixed_shape(dtype, kv, dim, limits).instance
     return [decode("bfloat16", "bfloat16", 128), decode("float16", "float16", 64), decode("bfloat16", "bfloat16", 256),
-            decode("float16", "float8_e4m3fn", 128), instances.small_instance("append", "bfloat16", "float8_e5m2fnuz"),
+            decode("float16", "float8_e4m3fn", 128), mixed("bfloat16", "bfloat16", 128), mixed("float16", "float16", 64),
+            mixed("bfloat16", "bfloat16", 256), mixed("float16", "float8_e4m3fn", 128), instances.small_instance("append", "bfloat16", "float8_e5m2fnuz"),
             instances.small_instance("merge", "float16"), Instance("selftest", ())]
 
 
@@ -57,12 +59,13 @@ def test_an_object_takes_what_the_launcher_passes(arch, instance):
     visible = [a for a in kernel[".args"] if not a[".value_kind"].startswith("hidden")]
     assert [(a[".offset"], a[".size"], a[".value_kind"]) for a in visible] == [(0, given, "by_value")], "one struct, packed by native.py"
     assert kernel[".name"] == f"portattn_{instance.kernel}", "the name that native.Device asks for"
-    if instance.kernel == "decode":
-        options = dict(instance.options)
-        waves, limits = int(options["PA_WAVES"]), limits_of(arch)
-        assert kernel[".max_flat_workgroup_size"] == waves * limits.wave
-        kv_bytes = 2 if options["PA_C"] == options["PA_T"] else 1
-        assert kernel[".group_segment_fixed_size"] == instances.decode_shared(kv_bytes, int(options["PA_D"]), waves, int(options["PA_STAGES"]))
+    if instance.kernel in ("decode", "mixed"):
+        names = {short: name for name, short in instances.TYPES.items()}
+        options, limits = dict(instance.options), limits_of(arch)
+        choose = instances.decode_shape if instance.kernel == "decode" else instances.mixed_shape
+        shape = choose(names[options["PA_T"]], names[options["PA_C"]], int(options["PA_D"]), limits)
+        assert shape.instance == instance
+        assert (kernel[".max_flat_workgroup_size"], kernel[".group_segment_fixed_size"]) == (shape.threads, shape.shared)
         assert kernel[".group_segment_fixed_size"] * int(options["PA_BLOCKS"]) <= limits.shared_sm
     else:
         assert kernel[".max_flat_workgroup_size"] == native.SMALL_THREADS
@@ -113,6 +116,23 @@ def test_decode_is_made_of_the_instructions_meant(arch, dtype):
     assert wide >= 4 * loads, "keys and values, at a segment's begin and a unit ahead"
 
 
+@pytest.mark.parametrize("arch", GFX)
+def test_prefill_is_made_of_the_instructions_meant(arch):
+    """Besides the decode half's: matrices of 16 rows, on gfx950 twice as deep, and no access but to global memory and LDS."""
+    shape = instances.mixed_shape("bfloat16", "bfloat16", 128, limits_of(arch))
+    file = made(arch, shape.instance)
+    if reason := objects.unreadable(arch):
+        pytest.skip(reason)
+    options, found = dict(shape.instance.options), objects.mnemonics(file)
+    m, n, tiles = int(options["PA_M"]), int(options["PA_N"]), 128 // 16
+    few, many = 2 * tiles, 2 * m * (n // 16) * tiles
+    if arch == "gfx950":
+        assert found["v_mfma_f32_16x16x32_bf16"] == many // 2 and found["v_mfma_f32_16x16x16_bf16"] == few
+    else:
+        assert found[MATRIX[arch][1]] == few + many
+    assert not [x for x in found if x.startswith(("scratch_", "buffer_load", "buffer_store", "flat_"))]
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_a_units_loads_wait_together(arch):
     """Between the first and the last 16-byte load of a unit's keys there is no wait for memory."""
@@ -127,6 +147,37 @@ def test_a_units_loads_wait_together(arch):
         elif line.startswith(("s_waitcnt vmcnt", "s_waitcnt vmcnt(0)", "s_wait_loadcnt", "s_cbranch", "s_branch")):
             run = 0
     assert longest >= loads
+
+
+# LLVM's memory model for AMDGPU: release and acquire at agent scope around the counter of a shared tile.
+BEFORE = {"gfx90a": ["s_waitcnt vmcnt(0)"], "gfx942": ["buffer_wbl2 sc1", "s_waitcnt vmcnt(0)"], "gfx1100": ["s_waitcnt_vscnt null, 0x0"],
+          "gfx1201": ["global_wb scope:SCOPE_DEV", "s_wait_storecnt"]}
+AFTER = {"gfx90a": ["buffer_wbinvl1_vol"], "gfx942": ["buffer_inv sc1"], "gfx1100": ["buffer_gl1_inv", "buffer_gl0_inv"],
+         "gfx1201": ["global_inv scope:SCOPE_DEV"]}
+
+
+@pytest.mark.parametrize("arch", BEFORE)
+def test_partial_states_leave_the_caches_before_they_are_counted(arch):
+    lines = objects.instructions(made(arch, instances.decode_shape("bfloat16", "bfloat16", 128, limits_of(arch)).instance))
+    (counted,) = [n for n, line in enumerate(lines) if line.startswith("global_atomic_add")]
+    barrier = max(n for n in range(counted) if lines[n].startswith(("s_barrier", "s_barrier_signal")))
+    for needed, part in ((BEFORE[arch], lines[barrier - 8 : barrier]), (AFTER[arch], lines[counted : counted + 12])):
+        at = -1
+        for want in needed:
+            at = next((n for n, line in enumerate(part) if n > at and line.startswith(want)), None)
+            assert at is not None, (want, part)
+
+
+HEADERS = os.environ.get("PORTATTN_HIP_HEADERS", "/usr/include")
+
+
+@pytest.mark.skipif(not Path(HEADERS, "hip/hip_runtime.h").exists(), reason=f"headers: no hip/hip_runtime.h in {HEADERS} (apt: libamdhip64-dev)")
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
+def test_hips_own_headers_change_no_instruction(arch, tmp_path):
+    instance = instances.decode_shape("bfloat16", "bfloat16", 64, limits_of(arch)).instance
+    without = made(arch, instance)
+    objects.build.compile(arch, "decode.hip", str(tmp_path / "with.hsaco"), [f"--headers={HEADERS}", *(f"-D{n}={v}" for n, v in instance.options)])
+    assert objects.instructions(tmp_path / "with.hsaco") == objects.instructions(without)
 
 
 @pytest.mark.parametrize("arch, moves", [
@@ -149,6 +200,14 @@ def test_rows_of_keys_and_queries_meet_no_bank_conflict(dim):
         words = [(lane % 16 * pitch + lane // 16 * part) // 4 + i for lane in range(lanes) for i in range(part // 4)]
         load = [sum(w % 32 == bank for w in words) for bank in range(32)]
         assert max(load) == min(load) == len(words) // 32
+
+
+@pytest.mark.parametrize("wave, n", [(64, 16), (64, 32), (64, 64), (32, 16), (32, 32)])
+def test_rows_of_turned_values_meet_no_bank_conflict(wave, n):
+    """By arithmetic: MFMA reads 8 bytes a lane, 16 lanes at a time; WMMA 16 bytes, 8 lanes at a time; a lane a row."""
+    pitch, words, lanes = (2 * (n + 4), 2, 16) if wave == 64 else (2 * (n + 8), 4, 8)
+    banks = [(lane * pitch // 4 + i) % 32 for lane in range(lanes) for i in range(words)]
+    assert len(set(banks)) == 32
 
 
 @pytest.mark.skipif(bool(objects.missing("gfx942")), reason=objects.missing("gfx942") or "tools are there")

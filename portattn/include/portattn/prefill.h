@@ -99,10 +99,11 @@ struct Prefill {
     }
     block_sync();
     Tile t;
-    t.b = queue.b;
+    t.b = uniform(queue.b);
     t.s = sequence(p, t.b);
-    const int nth = quotient(queue.index, p.heads_kv);
-    t.head_kv = queue.index - nth * p.heads_kv;
+    t.s = {uniform(t.s.len_q), uniform(t.s.len_k), uniform(t.s.start_q), uniform(t.s.start_k)};
+    const int index = uniform(queue.index), nth = quotient(index, p.heads_kv);
+    t.head_kv = index - nth * p.heads_kv;
     t.first_row = (tiles_of(t.s) - 1 - nth) * kRows;
     const int first = quotient(t.first_row, p.group), last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
     const Span v = visible(p, t.s, first, last);
@@ -181,26 +182,35 @@ struct Prefill {
     int clear_lo, clear_hi, any_lo, any_hi;  // keys that every row, and that some row of this wave sees
   };
 
-  PA_DEVICE void step(const Tile& t, State& st, int block, int stage) const {
-    const int key = block * kN;
-    if (key >= st.any_hi || key + kN <= st.any_lo) return;
-    const T* k = kWiden ? wide : reinterpret_cast<const T*>(stages + stage * kStageBytes);
-    const T* v = k + kN * kPitch;
-    const T* q = q_shared + wave * kWaveRows * kPitch;
-    mma::Acc s[kM][kGroups] = {};
+  // The empty state of this wave's rows of a tile.
+  PA_DEVICE void enter(const Tile& t, State& st) const {
 #pragma unroll
-    for (int d = 0; d < kTiles; ++d) {
-      mma::FragA qa[kM];
+    for (int i = 0; i < kM; ++i) {
 #pragma unroll
-      for (int i = 0; i < kM; ++i) mma::load_a(qa[i], q + i * 16 * kPitch + d * 16, kPitch);
+      for (int d = 0; d < kTiles; ++d)
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        mma::FragB kb;
-        mma::load_b_rows(kb, k + g * 16 * kPitch + d * 16, kPitch);
+        for (int e = 0; e < mma::kAcc; ++e) st.o[i][d].x[e] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kM; ++i) mma::multiply<T>(s[i][g], qa[i], kb);
+      for (int n = 0; n < mma::kSlots; ++n) {
+        st.m[i][n] = -PA_INFINITY;
+        st.l[i][n] = 0.0f;
       }
     }
+    st.scoring = score_of(p, p.k_scale ? in_global(p.k_scale)[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
+    const int from = t.first_row + wave * kWaveRows, total = t.s.len_q * p.group, shift = t.s.len_k - t.s.len_q;
+    const int first = quotient(from, p.group), last = quotient(min_of(total - 1, from + kWaveRows - 1), p.group);
+    st.any_lo = st.any_hi = 0;
+    if (from < total) {
+      const Span v = visible(p, t.s, first, last);
+      st.any_lo = v.lo;
+      st.any_hi = v.hi;
+    }
+    st.clear_lo = p.window_left >= 0 ? last + shift - p.window_left : 0;
+    st.clear_hi = p.window_right >= 0 ? min_of(t.s.len_k, first + shift + min_of(p.window_right, 1 << 30) + 1) : t.s.len_k;
+  }
+
+  // Scores of kN keys from `key` on become probabilities; the state moves to the new maximum.
+  PA_DEVICE void soften(const Tile& t, State& st, int key, mma::Acc (&s)[kM][kGroups]) const {
     const bool edge = key < st.clear_lo || key + kN > st.clear_hi;
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
@@ -260,6 +270,29 @@ struct Prefill {
           for (int e = 0; e < mma::kAcc; ++e) st.o[i][d].x[e] *= shrink[mma::slot_of(e)];
       }
     }
+  }
+
+  PA_DEVICE void step(const Tile& t, State& st, int block, int stage) const {
+    const int key = block * kN;
+    if (key >= st.any_hi || key + kN <= st.any_lo) return;
+    const T* k = kWiden ? wide : reinterpret_cast<const T*>(stages + stage * kStageBytes);
+    const T* v = k + kN * kPitch;
+    const T* q = q_shared + wave * kWaveRows * kPitch;
+    mma::Acc s[kM][kGroups] = {};
+#pragma unroll
+    for (int d = 0; d < kTiles; ++d) {
+      mma::FragA qa[kM];
+#pragma unroll
+      for (int i = 0; i < kM; ++i) mma::load_a(qa[i], q + i * 16 * kPitch + d * 16, kPitch);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        mma::FragB kb;
+        mma::load_b_rows(kb, k + g * 16 * kPitch + d * 16, kPitch);
+#pragma unroll
+        for (int i = 0; i < kM; ++i) mma::multiply<T>(s[i][g], qa[i], kb);
+      }
+    }
+    soften(t, st, key, s);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       mma::FragA pa[kM];
@@ -281,7 +314,7 @@ struct Prefill {
     const int total = s.len_q * p.group, first = t.first_row + wave * kWaveRows;
     T* room = q_shared + wave * kWaveRows * kPitch;
     float v_factor = p.v_factor;
-    if (p.v_scale) v_factor *= p.v_scale[t.b * p.scale_batch_v + t.head_kv * p.scale_head_v];
+    if (p.v_scale) v_factor *= in_global(p.v_scale)[t.b * p.scale_batch_v + t.head_kv * p.scale_head_v];
     warp::wave_sync();
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
@@ -293,9 +326,9 @@ struct Prefill {
         if (packed >= total) continue;
         const Finish f = finish<T>(p, st.m[i][n], st.l[i][n], head);
         const float factor = f.factor * v_factor;
-        if (p.lse && mma::col(0) == 0) p.lse[lse_offset(p, s, t.b, token, head)] = f.lse;
+        if (p.lse && mma::col(0) == 0) in_global(p.lse)[lse_offset(p, s, t.b, token, head)] = f.lse;
         if (p.flags & kOutFloat) {
-          float* to = static_cast<float*>(p.out) + out_offset(p, s, t.b, token, head);
+          float* to = in_global(static_cast<float*>(p.out)) + out_offset(p, s, t.b, token, head);
 #pragma unroll
           for (int d = 0; d < kTiles; ++d)
 #pragma unroll
@@ -309,7 +342,7 @@ struct Prefill {
     }
     if (p.flags & kOutFloat) return;
     warp::wave_sync();
-    T* out = static_cast<T*>(p.out);
+    T* out = in_global(static_cast<T*>(p.out));
 #pragma unroll 1
     for (int i = lane; i < kWaveRows * (kD / 4); i += warp::kWave) {
       const int r = i / (kD / 4), d = i % (kD / 4) * 4, packed = first + r;
@@ -336,30 +369,7 @@ struct Prefill {
     load_q<T, kD, kRows, kThreads>(p, t.s, t.b, t.head_kv, t.first_row, q_shared, kPitch);
 
     State st;
-#pragma unroll
-    for (int i = 0; i < kM; ++i) {
-#pragma unroll
-      for (int d = 0; d < kTiles; ++d)
-#pragma unroll
-        for (int e = 0; e < mma::kAcc; ++e) st.o[i][d].x[e] = 0.0f;
-#pragma unroll
-      for (int n = 0; n < mma::kSlots; ++n) {
-        st.m[i][n] = -PA_INFINITY;
-        st.l[i][n] = 0.0f;
-      }
-    }
-    st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
-    const int from = t.first_row + wave * kWaveRows, total = t.s.len_q * p.group, shift = t.s.len_k - t.s.len_q;
-    const int first = quotient(from, p.group), last = quotient(min_of(total - 1, from + kWaveRows - 1), p.group);
-    st.any_lo = st.any_hi = 0;
-    if (from < total) {
-      const Span v = visible(p, t.s, first, last);
-      st.any_lo = v.lo;
-      st.any_hi = v.hi;
-    }
-    st.clear_lo = p.window_left >= 0 ? last + shift - p.window_left : 0;
-    st.clear_hi = p.window_right >= 0 ? min_of(t.s.len_k, first + shift + min_of(p.window_right, 1 << 30) + 1) : t.s.len_k;
-
+    enter(t, st);
     for (int block = t.first, stage = 0; block < t.last; ++block, stage ^= 1) {
       copy_wait<0>();
       block_sync();  // this block is here, and everybody is done with the one before
@@ -382,10 +392,8 @@ struct Prefill {
 };
 
 // Tiles and decode parts in one launch. counters[0] and [1] are the queues, [2] counts blocks that are through.
-template <class T, class C, int kD, int kWaves, int kStages, int kM, int kN>
-struct Mixed {
-  using Few = Decode<T, C, kD, kWaves, kStages>;
-  using Many = Prefill<T, C, kD, kWaves, kM, kN>;
+template <class Few, class Many>
+struct MixedOf {
   static constexpr int kThreads = Few::kThreads;
   static constexpr int kWork = max_of(Few::kSharedBytes, Many::kSharedBytes);
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(typename Many::Queue));
@@ -402,23 +410,27 @@ struct Mixed {
       int i = -1;
       for (int tries = 0; tries < 2 && i < 0; ++tries, tile = !tile) {
         const int most = tile ? tiles : parts;
-        if (most > 0) i = atomic_add_ordered(p.counters + (tile ? 0 : 1), 1);
+        if (most > 0) i = atomic_add_ordered(in_global(p.counters) + (tile ? 0 : 1), 1);
         if (i >= most) i = -1;
         if (i >= 0) queue.taken = tile ? i : -1 - i;
       }
       if (i < 0) queue.taken = tiles;
-      if (atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[1] = p.counters[2] = 0;
+      i32* counters = in_global(p.counters);
+      if (atomic_add_ordered(counters + 2, 1) == blocks - 1) counters[0] = counters[1] = counters[2] = 0;
     }
     block_sync();
-    const int taken = queue.taken;
+    const int taken = uniform(queue.taken);
     if (taken >= tiles) return;
     if (taken >= 0) {
-      many.run(taken);
+      Many(anew(p), memory, queue).run(taken);
     } else {
       const int i = -1 - taken, nth = quotient(i, p.lines);
-      Few(p, memory).run(i - nth * p.lines, nth, true);
+      Few(anew(p), memory).run(i - nth * p.lines, nth, true);
     }
   }
 };
+
+template <class T, class C, int kD, int kWaves, int kStages, int kM, int kN>
+using Mixed = MixedOf<Decode<T, C, kD, kWaves, kStages>, Prefill<T, C, kD, kWaves, kM, kN>>;
 
 }  // namespace portattn

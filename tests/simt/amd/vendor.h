@@ -10,6 +10,7 @@ namespace portattn {
 constexpr int kWaveLanes = SIMT_WAVE;
 static_assert(kWaveLanes == (SIMT_GFX == 9 ? 64 : 32), "gfx9 has waves of 64 lanes, the others of 32");
 
+inline void schedule_fence() {}
 inline int thread_kept() { return thread_x(); }
 inline simt::Group& simt_wave() { return simt::block()->waves[thread_x() / kWaveLanes]; }
 inline void wave_fence(SIMT_HERE) { simt::meet(simt_wave(), here); }
@@ -96,5 +97,9 @@ inline void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a, co
     for (int k = 0; k < 16; ++k) c[e] += to_float(T{rows[p.k][k]}) * to_float(T{columns[p.across][k]});
   }
 }
+
+constexpr bool kMatrixTwice = false;  // gfx950 alone; tests/isa runs its instruction
+template <class T>
+inline void multiply_matrices_twice(float (&)[kMatrixOut], const MatrixOperand&, const MatrixOperand&, const MatrixOperand&, const MatrixOperand&) {}
 
 }  // namespace portattn

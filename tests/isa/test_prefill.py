@@ -1,0 +1,59 @@
+"""Prefill tiles beside decodes as the compilers made them, executed instruction by instruction, against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from portattn import reference
+from portattn.problem import Call
+from portattn.testing.tolerance import close_lse, close_out
+from tests.simt.test_decode import paged
+
+from . import launch, program
+from .test_attention import ARCHS, CHIEF, check
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_chunks_beside_decodes_in_any_order(arch):
+    call, args, kw = paged([150, 33, 200, 0, 90], q_lens=[70, 1, 100, 0, 2], dim=128)
+    first = check(arch, call, args, kw, grid=4, mixed=True)
+    again = launch.attention(arch, call, grid=4, mixed=True, order=program.RANDOM, seed=3)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+OPTIONS = [
+    dict(window=(40, 0), softcap=3.0, page=7), dict(causal=False, page=1, sinks=torch.tensor([1.0, -2.0, float("-inf"), 8.0])),
+    dict(offset=3, alibi_slopes=torch.tensor([0.5, 0.1, 0.0, 2.0])), dict(batch_invariant=True, window=(30, 5), index=torch.int64),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
+@pytest.mark.parametrize("arch", CHIEF)
+def test_masks_and_options(arch, options):
+    check(arch, *paged([150, 40], q_lens=[90, 3], dim=128, **dict(options)), grid=2, mixed=True)
+
+
+@pytest.mark.parametrize("dtype, dim, dim_v, cache", [(torch.float16, 64, 64, None), (torch.bfloat16, 256, 200, None), (torch.float16, 128, 128, "e4m3"),
+                                                      (torch.float16, 96, 96, None)])
+@pytest.mark.parametrize("arch", CHIEF)
+def test_types_and_head_sizes(arch, dtype, dim, dim_v, cache):
+    more = dict(k_scale=torch.tensor(0.7), v_scale=torch.tensor([1.1, 0.4])) if cache else {}
+    check(arch, *paged([100, 40], dim=dim, dim_v=dim_v, dtype=dtype, cache=cache, q_lens=[90, 1], **more), grid=2, mixed=True)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
+def test_dense_and_varlen_prefill(arch):
+    if reason := program.missing(arch):
+        pytest.skip(reason)
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 80, h, 128, generator=g).half() for h in (4, 2, 2))
+    out, lse, stats = launch.attention(arch, Call(q, k, v, 128**-0.5, causal=True, max_seqlen_q=80, max_seqlen_k=80), grid=2, mixed=True)
+    want, want_lse = reference.attention(q, k, v, causal=True)
+    plain, plain_lse = reference.plain(reference.attention, q, k, v, causal=True)
+    close_out(out, want, plain, q.dtype)
+    close_lse(lse, want_lse, plain_lse, q.dtype)
+    cu = torch.tensor([0, 80, 160])
+    ragged = Call(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), 128**-0.5, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=80,
+                  max_seqlen_k=80)
+    assert torch.equal(launch.attention(arch, ragged, grid=2, mixed=True)[0].view_as(out), out)
