@@ -194,6 +194,8 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
         if quarantined := verdicts.first_use(bound, device):
             return {**result, "detail": f"quarantined: {quarantined.have}", "fix": quarantined.fix, "notes": list(codeobjects.notes())}
         error, result["seconds"] = verdicts.measure(bound, device)
+        if faults := getattr(bound.adapter, "selftest", lambda _: ())(device):  # of the primitives that its kernels are made of
+            return {**result, "detail": f"self-test of warp.h: {'; '.join(faults)}"[:300]}
         limit = verdicts.TOLERANCE[job["dtype"]]
         result["error"] = error if math.isfinite(error) else None  # JSON has no infinity
         result["ok"] = error <= limit

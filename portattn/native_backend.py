@@ -9,7 +9,7 @@ from .driver import driver
 
 
 class NativeBackend:
-    """The functions that an adapter exports: `attention`, `cache_append`, `merge_states`, `notes`, `identity`.
+    """The functions that an adapter exports: `attention`, `cache_append`, `merge_states`, `notes`, `identity`, `selftest`.
 
     Args:
         vendor: "cuda" or "hip". device: torch's device index -> native.Device, remembered by the caller.
@@ -17,6 +17,7 @@ class NativeBackend:
 
     def __init__(self, vendor: str, device: Callable[[int], native.Device]):
         self.vendor, self.device = vendor, device
+        self._tested: dict[int, tuple[str, ...]] = {}
 
     def attention(self, call, bound):
         run = bound.state.get("run")
@@ -46,6 +47,14 @@ class NativeBackend:
         if (problem.head_dim, problem.head_dim_v) != (dim, dim):
             said.append(f"computes at head_dim {dim}: the rest is zeros, in shared memory only")
         return tuple(said)
+
+    def selftest(self, device) -> tuple[str, ...]:
+        """What the self-test of warp.h's primitives finds wrong on a device; once a process."""
+        from . import selftest  # needs NumPy, which calls do not
+
+        if device.index not in self._tested:
+            self._tested[device.index] = tuple(selftest.on_device(self.device(device.index)))
+        return self._tested[device.index]
 
     def identity(self) -> str:
         """What a verdict depends on: the kernels' sources and the driver."""

@@ -44,4 +44,4 @@ def _device(index: int) -> native.Device:
 
 _kernels = NativeBackend("cuda", _device)
 attention, cache_append, merge_states = _kernels.attention, _kernels.cache_append, _kernels.merge_states
-notes, identity = _kernels.notes, _kernels.identity
+notes, identity, selftest = _kernels.notes, _kernels.identity, _kernels.selftest

@@ -341,3 +341,18 @@ def test_colours_only_on_a_terminal_and_never_with_no_color(monkeypatch):
 def test_marks_are_ascii_where_the_encoding_lacks_others():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
     doctor.text(REPORT, doctor.Style(stream)).encode("cp1252")
+
+
+def test_a_backends_own_self_test_speaks_before_its_result(monkeypatch):
+    bind = registry.bind
+
+    def bound(*args, **kwargs):
+        found = bind(*args, **kwargs)
+        own = {n: getattr(found.adapter, n) for n in dir(found.adapter) if not n.startswith("_")}
+        says = lambda device: ("ballot: thread 3 has 0x0, wants 0x1; 1 threads differ",)
+        monkeypatch.setattr(found, "adapter", types.SimpleNamespace(**own | {"selftest": says}))
+        return found
+
+    monkeypatch.setattr(registry, "bind", bound)
+    found = doctor.compute({"backend": "sdpa", "device": "cpu", "call": "dense", "dtype": "float32"})
+    assert not found["ok"] and "self-test of warp.h: ballot: thread 3" in found["detail"]
