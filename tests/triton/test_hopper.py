@@ -129,6 +129,7 @@ SHAPES = {
     "d128": dict(),
     "d64": dict(d=64, dv=64, right=False, group=1),
     "d256": dict(d=256, dv=256, group=3),
+    "varlen": dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32),
     "varlen, window, lse, sinks": dict(layout="varlen", cu_q_dtype=torch.int32, cu_k_dtype=torch.int32,
                                        kv_lens_dtype=torch.int32, left=True, lse=True, sinks=torch.bfloat16,
                                        dtype=torch.float16, kv_dtype=torch.float16, out_dtype=torch.float16),
@@ -158,7 +159,8 @@ def test_softmax_runs_between_the_waits_for_scores_and_for_output(name, tmp_path
             exps = [m.start() for m in re.finditer(r"MUFU\.EX2", loop)]
             assert len(exps) > config.bn // 2 and all(scores < e < output for e in exps)
             assert loop.rindex("HGMMA") < scores
-            assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= 4  # a scalar or two, of some 600 instructions
+            # of some 600 instructions; a window's lower edges are further registers, and with them some masks are reloaded
+            assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= (64 if shape.left else 4)
 
 
 @pytest.mark.aot
