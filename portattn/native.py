@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
+from . import config
 from .driver import Driver, Function
 from .instances import (
     DECODE_ROWS,
@@ -232,13 +233,14 @@ MAX_SEQUENCES = 1024  # kMaxSequences of plain.h
 
 
 def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
-    """Whether plain.h computes a call: a decode step over a paged cache that asks for nothing special (PlainParams of params.h)."""
+    """Whether plain.h can compute a call: a decode step over a paged cache that asks for nothing special (PlainParams of params.h)."""
     kv, dtype = str(call.k.dtype)[6:], str(call.q.dtype)[6:]
     absent = (call.cu_seqlens_q, call.alibi_slopes, call.sinks, call.rotary_cos)
     return (
         call.q.dim() == 4 and call.q.shape[1] == 1 and 0 < call.q.shape[0] <= MAX_SEQUENCES
         and values["flags"] == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
-        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= TILE_ROWS and values["window_left"] < 0 and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
+        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= TILE_ROWS and values["window_left"] < 0
+        and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
         and not isinstance(call.k_scale, Tensor) and not isinstance(call.v_scale, Tensor) and (kv == dtype or kv in PLAIN_CACHES)
     )
 
@@ -247,7 +249,7 @@ def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    if not limits.staged and is_plain(call, attention_values(call, out), dim):
+    if not limits.staged and config.flag("PORTATTN_CUDA_PLAIN") and is_plain(call, attention_values(call, out), dim):
         return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
     return attention_shape(call, problem, dim, limits)
 
@@ -482,6 +484,7 @@ class Attention(_Bound):
         self.empty = out.numel() == 0
         if self.empty:
             return
+
         def launcher(shape: Shape, **more: Any) -> Launcher:
             values = self.values | sharing(call, shape, device.limits) | more
             self.room = (plain_room if plain else room)(values, dim)

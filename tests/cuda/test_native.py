@@ -165,6 +165,11 @@ def test_division_by_constants_is_exact():
             assert (a * inverse >> 32) >> shift == a // d
 
 
+@pytest.fixture(autouse=True)
+def plain_kernel_is_on(monkeypatch):
+    monkeypatch.setenv("PORTATTN_CUDA_PLAIN", "1")
+
+
 def plain(**changed):
     return paged(kv_lens=torch.zeros(3, dtype=torch.int32))._replace(**changed)
 
@@ -181,6 +186,11 @@ def kernels(run) -> tuple[str, str]:
 def test_calls_that_ask_for_more_are_not_plain(device, changed):
     assert kernels(native.Attention(device, plain(), problem()))[0] == "plain"
     assert kernels(native.Attention(device, plain(**changed), problem()))[0] == "decode"
+
+
+def test_the_plain_kernel_serves_only_where_it_is_asked_for(device, monkeypatch):
+    monkeypatch.delenv("PORTATTN_CUDA_PLAIN")
+    assert kernels(native.Attention(device, plain(), problem()))[0] == "decode"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
