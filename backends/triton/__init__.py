@@ -1,6 +1,7 @@
 """The Triton backend: one kernel family for NVIDIA and AMD, and for CPU tensors under Triton's interpreter.
 
-kernels.py computes, schedule.py chooses blocks and grids, launch.py compiles and launches, calls.py binds them to a call.
+kernels.py computes, and hopper.py prefill on sm_90; schedule.py chooses blocks and grids, launch.py compiles and launches,
+calls.py binds them to a call.
 Importing this module does not import Triton; probe() does, and an absent or broken Triton is a Reason.
 """
 

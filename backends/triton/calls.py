@@ -461,8 +461,10 @@ def hopper_trouble(index: int, arch: str, dtype: torch.dtype, d: int) -> str:
         try:
             from . import hopper  # noqa: F401
 
-            if not config.flag("PORTATTN_VERIFY", True) or _capturing():
+            if not config.flag("PORTATTN_VERIFY", True):
                 return ""
+            if _capturing():
+                return "met first while a graph was captured"
             found = _answered(index, arch, dtype, d)
             if found and launching.own_maps:  # was it our way of passing tensor maps?
                 launching.own_maps = False

@@ -19,7 +19,7 @@ from portattn import reference
 pytest.importorskip("triton")
 
 from portattn.backends.triton import schedule  # noqa: E402
-from portattn.backends.triton.launch import compiled, interpreting  # noqa: E402
+from portattn.backends.triton.launch import interpreting  # noqa: E402
 
 module = host.kernels()
 
@@ -167,10 +167,9 @@ def test_softmax_runs_between_the_waits_for_scores_and_for_output(name, tmp_path
 @pytest.mark.skipif(interpreting(), reason="TRITON_INTERPRET=1: nothing is compiled")
 def test_tensor_maps_and_numbers_stand_where_the_machine_code_reads_them(monkeypatch):
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    from test_aot import BASE, compile_for
-
     from portattn.backends.triton import launch as launching
     from portattn.backends.triton.calls import _map_of, _rows_of_all_heads
+    from test_aot import BASE, compile_for
 
     shape = schedule.Shape(**(BASE | dict(lse=True)))
     config = schedule.hopper_for("sm_90", 128, 4096)
@@ -242,6 +241,9 @@ def test_a_wrong_answer_or_an_error_puts_hopper_aside_with_its_reason(monkeypatc
         return "known answer: error 1" if len(ways) < good else ""
 
     monkeypatch.setattr(calls, "_answered", answered)
+    monkeypatch.setattr(calls, "_troubles", {})
+    monkeypatch.setattr(calls, "_capturing", lambda: True)
+    assert calls.hopper_trouble(0, "sm_90", torch.float16, 64) and not calls.hopper_notes()  # asked again outside of the capture
     monkeypatch.setattr(calls, "_capturing", lambda: False)
     for good, why in ((1, ""), (2, ""), (3, "known answer: error 1")):
         monkeypatch.setattr(launch, "own_maps", True)

@@ -258,7 +258,6 @@ def test_tensor_maps_describe_only_nested_strides():
 def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
     """A device that is imagined: a configuration's time is its number of rows plus its keys; those of 128 rows do not compile."""
     import triton.testing
-
     from portattn.backends.triton import calls, tune
 
     measured = []
