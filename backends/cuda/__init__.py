@@ -30,6 +30,14 @@ def probe(device: torch.device) -> tuple[Reason, ...]:
     return codeobjects.available("cuda", found.arch)
 
 
+def builds_wgmma(arch: str) -> bool:
+    """Whether Hopper's kernels can be had: prebuilt, or from CUDA 12's NVRTC or a newer one."""
+    if any(name.startswith("prefill_sm90") for name in codeobjects.prebuilt_index("cuda").get(arch, {})):
+        return True
+    compiler = codeobjects.nvrtc()
+    return not isinstance(compiler, Reason) and int(compiler.version.split(".")[0]) >= 12
+
+
 @functools.lru_cache(maxsize=None)
 def _device(index: int) -> native.Device:
     device = torch.device("cuda", index)
@@ -38,7 +46,7 @@ def _device(index: int) -> native.Device:
     known = limits_of(arch)  # where torch does not say (before 2.7)
     limits = native.Limits(getattr(props, "shared_memory_per_block_optin", known.shared_block),
                            getattr(props, "shared_memory_per_multiprocessor", known.shared_sm), props.multi_processor_count,
-                           wgmma=known.wgmma)
+                           wgmma=known.wgmma and builds_wgmma(arch))
     return native.Device(driver("cuda"), device, arch, limits)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,11 @@ def test_every_head_dim_has_an_instance(dim):
     padded = native.head_dim_of(dim, 1)
     assert padded >= dim and native.decode_shape("float16", "float16", padded, limits).instance.options
     assert native.mixed_shape("float16", "float8_e5m2", padded, limits).instance.options
+
+
+@pytest.mark.parametrize("version, able", [("11.8", False), ("12.0", True), ("13.0", True)])
+def test_hoppers_kernels_want_cuda_12(monkeypatch, version, able):
+    backend = importlib.import_module("portattn.backends.cuda")
+    monkeypatch.setattr(backend.codeobjects, "prebuilt_index", lambda vendor: {})
+    monkeypatch.setattr(backend.codeobjects, "nvrtc", lambda: types.SimpleNamespace(version=version))
+    assert backend.builds_wgmma("sm_90") is able
