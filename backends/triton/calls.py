@@ -316,7 +316,8 @@ class Attention:
             return False
         exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
         plain = all(_nested(t) for t in (k, v))
-        enough = self.forced is not None or self.batch * self.max_q * self.heads_q >= 32768
+        batch = 1 if self.invariant else self.batch  # which kernel computes a row must not depend on the rest of the batch
+        enough = self.forced is not None or batch * self.max_q * self.heads_q >= 32768
         return exact and plain and k.numel() > 0 and enough
 
     def _hopper(self, call: Call, shape: Shape) -> bool:

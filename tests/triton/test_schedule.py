@@ -290,3 +290,20 @@ def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
     assert record["splits"][64][0] == 32  # 16 keys have one stage only, which is for HIP
     assert record["tiles"][128] == list(shipped["tiles"][0]) and record["gather"][128] == list(shipped["gather"][0])
     assert "RuntimeError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariance_chooses_the_kernel_without_the_batch(monkeypatch, invariant):
+    from portattn.backends.triton import calls
+    from portattn.problem import Call
+
+    monkeypatch.setattr(calls, "machine_of", lambda device: schedule.Machine("sm_90", 132, 227 << 10))
+    monkeypatch.setattr(calls, "interpreting", lambda: False)
+    chosen = set()
+    for batch in (1, 64):
+        q, k = torch.empty(batch, 1024, 4, 64, dtype=torch.float16), torch.empty(batch, 1024, 4, 64, dtype=torch.float16)
+        call = Call(q, k, k, softmax_scale=1.0, causal=True, window_right=0, max_seqlen_q=1024, max_seqlen_k=1024,
+                    batch_invariant=invariant)
+        run = calls.Attention(call)
+        chosen.add(run._descriptors(call, run.shape))
+    assert len(chosen) == (1 if invariant else 2)
