@@ -295,6 +295,7 @@ def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
 @pytest.mark.parametrize("invariant", [False, True])
 def test_batch_invariance_chooses_the_kernel_without_the_batch(monkeypatch, invariant):
     from portattn.backends.triton import calls
+
     from portattn.problem import Call
 
     monkeypatch.setattr(calls, "machine_of", lambda device: schedule.Machine("sm_90", 132, 227 << 10))
