@@ -770,6 +770,7 @@ std::map<std::string, Handler> make() {
   V3("v_and_or_b32", (a & b) | c)
   V3("v_or3_b32", a | b | c)
   V3("v_xad_u32", (a ^ b) + c)
+  V3("v_mad_i32_i24", static_cast<u32>((static_cast<i32>(a << 8) >> 8) * (static_cast<i32>(b << 8) >> 8)) + c)
   V3("v_mad_u32_u24", (a & 0xffffff) * (b & 0xffffff) + c)
   V3("v_bfi_b32", (a & b) | (~a & c))
   V3("v_bfe_u32", (c & 31) ? a >> (b & 31) & ((1u << (c & 31)) - 1) : 0)

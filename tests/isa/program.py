@@ -96,6 +96,7 @@ _RENAMES = [  # gfx9's and gfx12's names of what the others have too
     (r"^s_(and|or)n2_(\w+)$", r"s_\1_not1_\2"),
     (r"^(s_\w+_saveexec)_b\d\d$", r"\1"),
     (r"^s_(add|sub)_co_(u32|i32)$", r"s_\1_\2"),
+    (r"^s_addk_co_i32$", "s_addk_i32"),
     (r"^s_add_co_ci_u32$", "s_addc_u32"),
     (r"^s_sub_co_ci_u32$", "s_subb_u32"),
     (r"^(v_\w+)_num_(f\d\d)$", r"\1_\2"),

@@ -226,17 +226,21 @@ struct Prefill {
       }
       if (edge || p.alibi) {
         Row row[mma::kSlots];
+        Span seen[mma::kSlots];
 #pragma unroll
-        for (int n = 0; n < mma::kSlots; ++n)
+        for (int n = 0; n < mma::kSlots; ++n) {
           row[n] = row_of(p, t.s, t.b, t.head_kv, t.first_row + wave * kWaveRows + i * 16 + mma::row(n));
+          seen[n] = {p.window_left >= 0 ? row[n].position - p.window_left : 0,
+                     p.window_right >= 0 ? min_of(t.s.len_k, row[n].position + min_of(p.window_right, 1 << 30) + 1) : t.s.len_k};
+        }
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
           for (int e = 0; e < mma::kAcc; ++e) {
-            const Row& r = row[mma::slot_of(e)];
-            const int at = key + g * 16 + mma::col(e), distance = r.position - at;
-            s[i][g].x[e] -= r.slope * static_cast<float>(distance < 0 ? -distance : distance);
-            if (edge && !sees(p, t.s, r, at)) s[i][g].x[e] = -PA_INFINITY;
+            const int n = mma::slot_of(e), at = key + g * 16 + mma::col(e), distance = row[n].position - at;
+            s[i][g].x[e] -= row[n].slope * static_cast<float>(distance < 0 ? -distance : distance);
+            // A choice between values: of branches here LLVM 22 made code for gfx950 that leaves an element unmasked.
+            s[i][g].x[e] = ((at < seen[n].lo) | (at >= seen[n].hi)) ? -PA_INFINITY : s[i][g].x[e];
           }
       }
       float top[mma::kSlots], shrink[mma::kSlots];
