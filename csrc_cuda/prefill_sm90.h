@@ -37,8 +37,8 @@ struct PrefillSm90 {
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
   static constexpr int kStages = 2;
   static constexpr int kQBytes = kConsumers * kGroupBytes;
-  static constexpr int kRoom = 231 << 10;  // q of the next tile is copied early where there is room for it
-  static constexpr int kQStages = 2 * kQBytes + 2 * kStages * kStageBytes <= kRoom - 8192 ? 2 : 1;
+  // q of the next tile is copied early where there is room for it.
+  static constexpr int kQStages = 2 * kQBytes + 2 * kStages * kStageBytes <= (223 << 10) ? 2 : 1;
   // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
   static constexpr int kTakeRegisters = kD == 192 || kN > 128 ? 224 : 216;
   static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
@@ -50,7 +50,10 @@ struct PrefillSm90 {
     int first, last;  // key blocks [first, last)
     Sequence s;
   };
-  enum { kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages, kBarriers = kEmptyV + kStages };
+  enum {
+    kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages,
+    kBarriers = kEmptyV + kStages
+  };
   enum { kCopiers = 1, kTurns };  // named barriers
 
   struct Control {
@@ -424,7 +427,10 @@ struct PrefillSm90 {
       for (int j = 0; j < kD / 8; j += 4) {
         u32 w[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = j + i < kD / 8 ? pack2<T>(st.o[4 * (j + i) % (kD / 2) + 2 * r] * factor, st.o[4 * (j + i) % (kD / 2) + 2 * r + 1] * factor) : 0;
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (j + i) % (kD / 2) + 2 * r;
+          w[i] = j + i < kD / 8 ? pack2<T>(st.o[at] * factor, st.o[at + 1] * factor) : 0;
+        }
         trade<1>(w[0], w[1], column & 1);
         trade<1>(w[2], w[3], column & 1);
         trade<2>(w[0], w[2], column & 2);

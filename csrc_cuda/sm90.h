@@ -109,39 +109,63 @@ template <int kN> struct Product;
 #define PA_R14 "%112,%113,%114,%115,%116,%117,%118,%119"
 #define PA_R15 "%120,%121,%122,%123,%124,%125,%126,%127"
 
-#define PA_ROWS(N, TYPE, C, N0, N1, N2, ...)                                                                              \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " N2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" C "}, " N0 ", " N1 \
-               ", p, 1, 1, 0, 0;\n}" : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-#define PA_COLUMNS(N, TYPE, C, N0, N1, N2, N3, N4, ...)                                                                   \
-  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" C "}, {" N0 "," N1 "," N2 "," N3 "}, " N4 \
-               ", p, 1, 1, 1;\n}" : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define PA_PRODUCT(N, C, N0, N1, N2, N3, N4, ...)                                                                         \
-  template <> struct Product<N> {                                                                                         \
-    static PA_DEVICE void rows(float (&d)[N / 2], u64 a, u64 b, bool add, bf16) { PA_ROWS(N, "bf16", C, N0, N1, N2, __VA_ARGS__); } \
-    static PA_DEVICE void rows(float (&d)[N / 2], u64 a, u64 b, bool add, f16) { PA_ROWS(N, "f16", C, N0, N1, N2, __VA_ARGS__); }   \
-    static PA_DEVICE void columns(float (&d)[N / 2], const u32 (&a)[4], u64 b, bf16) { PA_COLUMNS(N, "bf16", C, N0, N1, N2, N3, N4, __VA_ARGS__); } \
-    static PA_DEVICE void columns(float (&d)[N / 2], const u32 (&a)[4], u64 b, f16) { PA_COLUMNS(N, "f16", C, N0, N1, N2, N3, N4, __VA_ARGS__); }   \
+// Lists of registers: of N columns, N / 2.
+#define PA_C64 PA_R0 "," PA_R1 "," PA_R2 "," PA_R3
+#define PA_C80 PA_C64 "," PA_R4
+#define PA_C96 PA_C80 "," PA_R5
+#define PA_C128 PA_C96 "," PA_R6 "," PA_R7
+#define PA_C192 PA_C128 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11
+#define PA_C256 PA_C192 "," PA_R12 "," PA_R13 "," PA_R14 "," PA_R15
+#define PA_O64 PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24)
+#define PA_O80 PA_O64, PA_O(d, 32)
+#define PA_O96 PA_O80, PA_O(d, 40)
+#define PA_O128 PA_O96, PA_O(d, 48), PA_O(d, 56)
+#define PA_O192 PA_O128, PA_O(d, 64), PA_O(d, 72), PA_O(d, 80), PA_O(d, 88)
+#define PA_O256 PA_O192, PA_O(d, 96), PA_O(d, 104), PA_O(d, 112), PA_O(d, 120)
+
+// N0 to N4: the operands behind them.
+#define PA_ROWS(N, TYPE, N0, N1, N2)                                                                                     \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " N2 ", 0;\n"                                                           \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PA_C##N "}, " N0 ", " N1              \
+               ", p, 1, 1, 0, 0;\n}" : PA_O##N : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define PA_COLUMNS(N, TYPE, N0, N1, N2, N3, N4)                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PA_C##N "}, "                         \
+               "{" N0 "," N1 "," N2 "," N3 "}, " N4 ", p, 1, 1, 1;\n}"                                                    \
+               : PA_O##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define PA_PRODUCT(N, N0, N1, N2, N3, N4)                                                                                \
+  template <> struct Product<N> {                                                                                        \
+    static PA_DEVICE void rows(float (&d)[N / 2], u64 a, u64 b, bool add, bf16) { PA_ROWS(N, "bf16", N0, N1, N2); }       \
+    static PA_DEVICE void rows(float (&d)[N / 2], u64 a, u64 b, bool add, f16) { PA_ROWS(N, "f16", N0, N1, N2); }         \
+    static PA_DEVICE void columns(float (&d)[N / 2], const u32 (&a)[4], u64 b, bf16) {                                   \
+      PA_COLUMNS(N, "bf16", N0, N1, N2, N3, N4);                                                                         \
+    }                                                                                                                    \
+    static PA_DEVICE void columns(float (&d)[N / 2], const u32 (&a)[4], u64 b, f16) {                                    \
+      PA_COLUMNS(N, "f16", N0, N1, N2, N3, N4);                                                                          \
+    }                                                                                                                    \
   };
-PA_PRODUCT(64, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3, "%32", "%33", "%34", "%35", "%36",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24))
-PA_PRODUCT(80, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4, "%40", "%41", "%42", "%43", "%44",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32))
-PA_PRODUCT(96, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5, "%48", "%49", "%50", "%51", "%52",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40))
-PA_PRODUCT(112, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6, "%56", "%57", "%58", "%59", "%60",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48))
-PA_PRODUCT(128, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7, "%64", "%65", "%66", "%67", "%68",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56))
-PA_PRODUCT(144, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8, "%72", "%73", "%74", "%75", "%76",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64))
-PA_PRODUCT(160, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9, "%80", "%81", "%82", "%83", "%84",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72))
-PA_PRODUCT(176, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10, "%88", "%89", "%90", "%91", "%92",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72), PA_O(d, 80))
-PA_PRODUCT(192, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11, "%96", "%97", "%98", "%99", "%100",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72), PA_O(d, 80), PA_O(d, 88))
-PA_PRODUCT(256, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R6 "," PA_R7 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11 "," PA_R12 "," PA_R13 "," PA_R14 "," PA_R15, "%128", "%129", "%130", "%131", "%132",
-           PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24), PA_O(d, 32), PA_O(d, 40), PA_O(d, 48), PA_O(d, 56), PA_O(d, 64), PA_O(d, 72), PA_O(d, 80), PA_O(d, 88), PA_O(d, 96), PA_O(d, 104), PA_O(d, 112), PA_O(d, 120))
+PA_PRODUCT(64, "%32", "%33", "%34", "%35", "%36")
+PA_PRODUCT(80, "%40", "%41", "%42", "%43", "%44")
+PA_PRODUCT(96, "%48", "%49", "%50", "%51", "%52")
+PA_PRODUCT(128, "%64", "%65", "%66", "%67", "%68")
+PA_PRODUCT(192, "%96", "%97", "%98", "%99", "%100")
+PA_PRODUCT(256, "%128", "%129", "%130", "%131", "%132")
+#undef PA_PRODUCT
+#undef PA_COLUMNS
+#undef PA_ROWS
+#undef PA_O
+#undef PA_C64
+#undef PA_C80
+#undef PA_C96
+#undef PA_C128
+#undef PA_C192
+#undef PA_C256
+#undef PA_O64
+#undef PA_O80
+#undef PA_O96
+#undef PA_O128
+#undef PA_O192
+#undef PA_O256
 #undef PA_R0
 #undef PA_R1
 #undef PA_R2
@@ -158,10 +182,6 @@ PA_PRODUCT(256, PA_R0 "," PA_R1 "," PA_R2 "," PA_R3 "," PA_R4 "," PA_R5 "," PA_R
 #undef PA_R13
 #undef PA_R14
 #undef PA_R15
-#undef PA_PRODUCT
-#undef PA_COLUMNS
-#undef PA_ROWS
-#undef PA_O
 
 // C (+)= A B: begun, not finished.
 template <int kN, class T>
