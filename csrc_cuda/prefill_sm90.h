@@ -217,6 +217,7 @@ struct PrefillSm90 {
     constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
     const int stage = c.tiles % kQStages, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
     acquire(kEmptyQ + stage, c.tiles / kQStages);
+    const void* nowhere = reinterpret_cast<const void*>(reinterpret_cast<u64>(p.q) & ~15ull);  // an aligned address, of which nothing is read
     bool stored = false;
 #pragma unroll 1
     for (int some = 0; some < kEach; some += 32) {
@@ -231,7 +232,7 @@ struct PrefillSm90 {
         const T* row = static_cast<const T*>(p.q) + at;
         const int n = at >= 0 ? min_of(8, max_of(0, p.head_dim - d)) : 0;
         if (n == 0 || (!p.rotary_cos && (reinterpret_cast<u64>(row + d) & 15) == 0)) {
-          copy_async16(to, n ? row + d : p.q, n * 2);
+          copy_async16(to, n ? row + d : nowhere, n * 2);
           continue;
         }
         stored = true;

@@ -78,6 +78,12 @@ def test_rotary_turns_q_and_float_out():
     check(call._replace(out=torch.empty(120, 4, 65)[..., :64]), args, kw)
 
 
+def test_a_q_that_is_not_aligned():
+    call, args, kw = paged([130, 45], q_lens=[80, 40])
+    shifted = torch.zeros(call.q.numel() + 3, dtype=call.q.dtype)[3:].view(call.q.shape).copy_(call.q)
+    check(call._replace(q=shifted), args, kw)
+
+
 @pytest.mark.parametrize("scale", [0.125, -0.5, 0.0])
 def test_dense(scale):
     g = torch.Generator().manual_seed(3)

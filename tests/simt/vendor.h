@@ -39,7 +39,7 @@ inline int anew(int x) { return x; }
 inline void publish_to_blocks() {}
 
 inline void copy_async16(void* shared, const void* global, int bytes) {
-  if (reinterpret_cast<std::uintptr_t>(shared) % 16 || (bytes && reinterpret_cast<std::uintptr_t>(global) % 16))
+  if (reinterpret_cast<std::uintptr_t>(shared) % 16 || reinterpret_cast<std::uintptr_t>(global) % 16)
     simt::fail("an asynchronous copy is not 16-byte aligned");
   simt::Copy c = {shared, {}};
   if (bytes) std::memcpy(c.bytes, global, bytes);
