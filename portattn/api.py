@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import config, registry, validate
+from .counting import AFTER, after
 from .device import capturing
 from .problem import Call
 from .registry import Bound, Choice
@@ -154,7 +155,7 @@ def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, 
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None, n.max_q, n.max_k,
-                        None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits, n.invariant))
+                        None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits, n.invariant, AFTER))
     if given is not None:
         _check_overlap(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
@@ -247,7 +248,7 @@ def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
                         seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
-                        n.invariant))
+                        n.invariant, AFTER))
     if given is not None:
         _check_overlap(call)
     if n.check:
@@ -287,6 +288,7 @@ def attention_paged(
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str | None = None,
+    _counting: int = AFTER,  # for portattn.compat: counting.py
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a paged cache: decode, extend and prefill, in any mixture, in one call.
 
@@ -322,6 +324,7 @@ def attention_paged(
         torch.Size([1, 1, 8, 64])
     """
     if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
+        kv_lens = after(kv_lens, _counting, q, cu_seqlens_q) if _counting else kv_lens
         return _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
                          k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, kv_layout=kv_layout,
                          k_scale=k_scale, v_scale=v_scale, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
@@ -345,7 +348,7 @@ def attention_paged(
             kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
             _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved,
             kv_layout, causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(),
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _counting, _order(),
             _state(),
         )
         bound = _memo.get(key)
@@ -354,7 +357,7 @@ def attention_paged(
     if bound is None:
         bound = validate.paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin,
                                rotary_interleaved, kv_layout, k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes,
-                               sinks, out, return_lse, num_splits, batch_invariant, backend)
+                               sinks, out, return_lse, num_splits, batch_invariant, backend, _counting)
         _remember(key, bound, q.device)
     return _attention_paged(bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale, v_scale,
                             alibi_slopes, sinks, out)
@@ -363,12 +366,14 @@ def attention_paged(
 def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=None, k=None, v=None, rotary_cos=None,
                      rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
     n, given = bound.normal, out
+    if n.convert:
+        kv_lens = after(kv_lens, n.convert, q, cu_seqlens_q)
     if bound.extra is not None:
         q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks = bound.extra(
             q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
     call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, None,
                         None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin, n.interleaved, k_scale, v_scale, out,
-                        n.lse, n.num_splits, n.invariant))
+                        n.lse, n.num_splits, n.invariant, n.counting))
     if given is not None:
         _check_overlap(call)
     if n.check:

@@ -84,7 +84,7 @@ class Call(NamedTuple):
     max_seqlen_q: int = 0  # dense: Sq; paged 4-D: Sq; ragged: the caller's bound
     max_seqlen_k: int = 0  # dense: Sk; paged: table width x page size
     block_table: Tensor | None = None  # paged: int32 or int64 (B, M)
-    kv_lens: Tensor | None = None  # paged: int32 or int64 (B,), after the append
+    kv_lens: Tensor | None = None  # paged: int32 or int64 (B,), after the append; see `counting`
     k_new: Tensor | None = None  # paged append: shaped like q with Hkv heads
     v_new: Tensor | None = None
     rotary_cos: Tensor | None = None  # (max position, rotary_dim / 2)
@@ -96,6 +96,7 @@ class Call(NamedTuple):
     return_lse: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
+    counting: int = 0  # what kv_lens count (counting.py); not 0 for adapters with COUNTS only
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import config, registry
+from .counting import AFTER, PREFIX_SUMS
 from .device import facts
 from .errors import ArgumentError, ArgumentTypeError
 from .manifest import DTYPES, KV_DTYPES
@@ -44,6 +45,8 @@ class Normal(NamedTuple):
     check: bool = False
     notes: tuple[str, ...] = ()
     scores: int = 0  # B x Hq x Sq x Sk, an upper bound: what a quadratic kernel would hold
+    counting: int = 0  # what the backend's kv_lens count, and what the caller's, where they are converted first: counting.py
+    convert: int = 0
 
 
 class Faults:
@@ -345,7 +348,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
 # ------------------------------------------------------------------ paged
 def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved, kv_layout,
           k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant,
-          backend, known_answer=True) -> Bound:
+          backend, _counting=AFTER, known_answer=True) -> Bound:
     f = Faults("attention_paged")
     hnd = f.choice("kv_layout", kv_layout, ("NHD", "HND")) == "HND"
     ragged = cu_seqlens_q is not None
@@ -365,7 +368,8 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
         batch = q.shape[0]
     if f.tensor("block_table", block_table, 2, _INTS, q if ok else None) and batch is not None:
         f.shape("block_table", block_table, (batch, None), "of the batch")
-    f.lengths("kv_lens", kv_lens, q, batch, "of the batch")
+    more = _counting == PREFIX_SUMS
+    f.lengths("kv_lens", kv_lens, q, batch if batch is None else batch + more, "of the batch")
     if max_seqlen_q is not None:
         f.integer("max_seqlen_q", max_seqlen_q)
     if not (ok and caches) or batch is None:
@@ -409,7 +413,10 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
                        kv_scale=k_scale is not None or v_scale is not None,
                        grad=_needs_grad(q, k_cache, v_cache, k, v, alibi_slopes, sinks, k_scale, v_scale, rotary_cos, rotary_sin),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    return _bind(problem, n, q.device, backend, known_answer, extra)
+    bound = _bind(problem, n, q.device, backend, known_answer, extra)
+    as_given = getattr(bound.adapter, "COUNTS", False) and not n.check
+    bound.normal = n._replace(counting=_counting if as_given else AFTER, convert=AFTER if as_given else _counting)
+    return bound
 
 
 def _caches(f: Faults, like: Any, k_cache: Any, v_cache: Any) -> bool:

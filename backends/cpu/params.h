@@ -8,6 +8,7 @@
 namespace pa {
 
 enum Kind : int64_t { kDense = 0, kVarlen = 1, kPaged = 2, kPagedRagged = 3 };
+enum Counting : int64_t { kAfter = 0, kBefore = 1, kPrefixSums = 2 };  // portattn/counting.py
 
 struct Shape {
   int64_t kind, batch, heads_q, heads_kv, dim, dim_v;
@@ -22,6 +23,7 @@ struct Shape {
   int64_t alibi[2];             // sequence, head
   int64_t k_scale[2], v_scale[2];
   int64_t table_64, cu_q_64, cu_k_64, used_64, lens_64;  // 1: int64, 0: int32
+  int64_t counting;  // what lens count
   int64_t rotary_half, rotary_interleaved, rotary_type, cos, sin;
   int64_t invariant;
 };
@@ -59,10 +61,11 @@ inline Sequence sequence(const Shape& s, const Args& a, int64_t b) {
     x.first_k = entry(a.cu_k, b, s.cu_k_64);
     x.len_k = a.used ? entry(a.used, b, s.used_64) : entry(a.cu_k, b + 1, s.cu_k_64) - x.first_k;
   } else if (s.kind != kDense) {
-    x.len_k = entry(a.lens, b, s.lens_64);
+    x.len_k = s.counting == kPrefixSums ? entry(a.lens, b + 1, s.lens_64) - entry(a.lens, b, s.lens_64) : entry(a.lens, b, s.lens_64);
   }
-  if (x.len_k < 0) x.len_k = 0;
   if (x.len_q < 0) x.len_q = 0;
+  if (s.counting == kBefore) x.len_k += x.len_q;
+  if (x.len_k < 0) x.len_k = 0;
   x.there = x.len_k;
   if (s.kind == kPaged || s.kind == kPagedRagged) x.there = std::min(x.len_k, s.pages ? s.width * s.page_size : 0);
   return x;

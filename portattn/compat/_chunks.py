@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention_paged, attention_varlen
-from ._translate import lengths, refuse, single_token_pages
+from ..counting import lengths
+from ._translate import refuse, single_token_pages
 
 
 def check(call: str, chunk: int) -> int:

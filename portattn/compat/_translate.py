@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..api import cache_append
+from ..counting import AFTER, BEFORE, KEPT, lengths, plus
 from ..device import capturing
 from ..errors import ArgumentError
 
 ANY = (-1, -1)
-_INF = float("inf")
+_INF, _NAN = float("inf"), float("nan")
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -41,22 +42,19 @@ def window(given: Any) -> tuple[int, int]:
 
 def lse_heads_first(lse: Tensor) -> Tensor:
     """(..., S, H) to flash-attn's (..., H, S), contiguous: engines index it as such from their own kernels."""
-    return lse.transpose(-1, -2).contiguous()
+    return lse.mT.contiguous()
 
 
 def lse_of_fa2(lse: Tensor) -> Tensor:
-    """As `lse_heads_first`, and +inf for a row that sees no key, as FlashAttention 2 has it."""
-    lse = lse_heads_first(lse)
-    return lse.masked_fill(lse == -_INF, _INF)
+    """As `lse_heads_first`, and +inf for a row that sees no key, as FlashAttention 2 has it; lse itself is given up."""
+    lse = lse.mT.contiguous()
+    return lse.nan_to_num(_NAN, _INF, _INF) if lse.requires_grad else lse.nan_to_num_(_NAN, _INF, _INF)
 
 
 # ------------------------------------------------------------------ small tensors that are asked for again and again
 # What is kept never changes, and nothing on a device that a graph or another stream may still read is let go.
-_KEPT = 1024
 _rows: dict[Any, Tensor] = {}  # keys leave the device out on CPU: hashing one costs as much as the rest of a lookup
-_counts: dict[Any, Tensor] = {}
 _equal: dict[tuple[int, int], Tensor] = {}
-_ends: tuple = (None, 0, 0, None, None)
 
 
 def row_table(batch: int, like: Tensor) -> Tensor:
@@ -67,25 +65,12 @@ def row_table(batch: int, like: Tensor) -> Tensor:
     table = _rows.get(key)
     if table is None:
         # A copy from the host waits until the values are there, so any stream may read them later; not in a capture, whose memory is the graph's.
-        if len(_rows) >= _KEPT or capturing(like.device):
+        if len(_rows) >= KEPT or capturing(like.device):
             return torch.arange(batch, dtype=torch.int32, device=like.device)[:, None]
         table = torch.arange(batch, dtype=torch.int32, device="cpu")[:, None].to(like.device)
         if type(table) is Tensor:  # a fake one is of its mode only
             _rows[key] = table
     return table
-
-
-def plus(lens: Tensor, n: int) -> Tensor:
-    """lens + n; adding a kept tensor costs half of adding a Python number."""
-    key = n if lens.is_cpu else (n, lens.device)
-    count = _counts.get(key)
-    if count is None:
-        if len(_counts) >= _KEPT or _is_compiling() or capturing(lens.device):
-            return lens + n
-        count = torch.tensor(n, dtype=torch.int32, device="cpu").to(lens.device)
-        if type(count) is Tensor:
-            _counts[key] = count
-    return lens + count
 
 
 def equal_lengths(length: int, batch: int, like: Tensor) -> Tensor:
@@ -95,23 +80,11 @@ def equal_lengths(length: int, batch: int, like: Tensor) -> Tensor:
     lens = _equal.get((length, batch))
     if lens is None:
         lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
-        if len(_equal) >= _KEPT:
+        if len(_equal) >= KEPT:
             _equal.clear()
         if type(lens) is Tensor:
             _equal[length, batch] = lens
     return lens
-
-
-def lengths(cu_seqlens: Tensor) -> Tensor:
-    """(B,) from (B + 1,) prefix sums: one subtraction of two views, which are kept for the next layer's call with the same tensor."""
-    global _ends
-    if type(cu_seqlens) is not Tensor or _is_compiling():
-        return cu_seqlens.diff()
-    of, pointer, n, ends, starts = _ends
-    if of is not cu_seqlens or pointer != cu_seqlens.data_ptr() or n != cu_seqlens.numel():  # the latter two: set_() and resize_()
-        ends, starts = cu_seqlens[1:], cu_seqlens[:-1]
-        _ends = (cu_seqlens, cu_seqlens.data_ptr(), cu_seqlens.numel(), ends, starts)
-    return ends - starts
 
 
 def sequence_of(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,25 +110,27 @@ def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: b
 
 
 # ------------------------------------------------------------------ flash-attn's kvcache
-def plain_kvcache(call: str, q: Tensor, k_cache: Tensor, k: Tensor | None, cache_seqlens: int | Tensor | None,
-                  block_table: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """(block_table, kv_lens) of a call whose other arguments attention_paged takes as they are, or None where there is more to translate.
+def plain_kvcache(call: str, q: Tensor, k_cache: Tensor, k: Tensor | None, cache_seqlens: int | Tensor | None, block_table: Tensor | None,
+                  cache_batch_idx: Tensor | None) -> tuple[Tensor, Tensor, int] | None:
+    """(block_table, lengths, what they count) of a call whose other arguments attention_paged takes as they are, or None where there is more to
+    translate.
 
-    For calls with 4-D q and without rotary, left pads, cache_batch_idx and ragged keys: what engines repeat for every layer.
+    For calls with 4-D q, as many new keys or none, no left pads, and q turned as it is masked: what engines repeat for every layer.
     """
-    new = 0
-    if k is not None:
-        new = k.shape[1]
-        if cache_seqlens is None or new != q.shape[1]:
+    if k is not None and (cache_seqlens is None or k.shape[1] != q.shape[1]):
+        return None
+    if cache_batch_idx is not None:
+        if block_table is not None:
             return None
-    if block_table is None:
+        block_table = cache_batch_idx.unsqueeze(1)
+    elif block_table is None:
         batch = q.shape[0]
         block_table = _rows.get(batch) if q.is_cpu else None
         if block_table is None or batch > k_cache.shape[0] or _is_compiling():
             block_table = _own_rows(call, batch, k_cache)
     if not isinstance(cache_seqlens, Tensor):
-        return block_table, _from_host(call, cache_seqlens, new, k_cache, block_table)
-    return block_table, plus(cache_seqlens, new) if new else cache_seqlens
+        cache_seqlens = _from_host(call, cache_seqlens, 0 if k is None else k.shape[1], k_cache, block_table)
+    return block_table, cache_seqlens, AFTER if k is None else BEFORE
 
 
 def _own_rows(call: str, batch: int, k_cache: Tensor) -> Tensor:
@@ -166,16 +141,16 @@ def _own_rows(call: str, batch: int, k_cache: Tensor) -> Tensor:
 
 
 def _from_host(call: str, length: int | None, new: int, k_cache: Tensor, table: Tensor) -> Tensor:
-    """kv_lens of one length for all, `new` tokens included; None is the whole cache. Raises where it is beyond the cache: lengths on the device
-    are looked at under PORTATTN_CHECK=1 only."""
+    """One length for all, None: the whole cache. Raises where it and `new` tokens are more than the cache has room for: lengths on the device are
+    looked at under PORTATTN_CHECK=1 only."""
     batch, pages = table.shape
-    room = pages * k_cache.shape[1]
+    room = pages * k_cache.shape[1] - new
     if length is None:
         length = room
-    if length + new > room:
-        raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room - new}, as the block_table has {pages} pages of {k_cache.shape[1]} "
+    if length > room:
+        raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room}, as the block_table has {pages} pages of {k_cache.shape[1]} "
                             f"tokens a sequence and {new} are appended, got {length}")
-    return equal_lengths(length + new, batch, table)
+    return equal_lengths(length, batch, table)
 
 
 def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
@@ -183,7 +158,8 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
             block_table: Tensor | None, rotary_interleaved: bool, causal: bool, window_size: tuple[int, int], cu_seqlens_q: Tensor | None = None,
             cu_seqlens_k_new: Tensor | None = None, rotary_seqlens: Tensor | None = None, k_scale: Tensor | None = None,
             v_scale: Tensor | None = None, append_first: bool = False) -> tuple:
-    """flash-attn's kvcache arguments as attention_paged's: (q, k_cache, v_cache, block_table, kv_lens, k, v, rotary_cos, rotary_sin).
+    """flash-attn's kvcache arguments as attention_paged's: (q, k_cache, v_cache, block_table, lengths, k, v, rotary_cos, rotary_sin, and what
+    the lengths count).
 
     What portattn has by itself is only named differently. The rest (left pads; k_new not of q's lengths; q turned at one position
     for all its rows, or at rotary_seqlens; all with append_first) is turned and appended here, and what is returned attends to it.
@@ -191,7 +167,7 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
     ragged = cu_seqlens_q is not None
     if block_table is None:
         batch = cu_seqlens_q.shape[0] - 1 if ragged else q.shape[0]
-        block_table = _own_rows(call, batch, k_cache) if cache_batch_idx is None else cache_batch_idx[:, None]
+        block_table = _own_rows(call, batch, k_cache) if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
     elif cache_batch_idx is not None:
         raise ArgumentError(f"{call}: cache_batch_idx: wanted None together with a block table, which says where each sequence lies")
 
@@ -202,32 +178,32 @@ def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | 
         if not isinstance(cache_seqlens, Tensor):
             cache_seqlens = _from_host(call, cache_seqlens, 0, k_cache, block_table)
         if cache_leftpad is None:
-            return q, k_cache, v_cache, block_table, cache_seqlens, None, None, None, None
-        return *_skipped(q, k_cache, v_cache, block_table, cache_seqlens, cache_leftpad), None, None, None, None
+            return q, k_cache, v_cache, block_table, cache_seqlens, None, None, None, None, AFTER
+        return *_skipped(q, k_cache, v_cache, block_table, cache_seqlens, cache_leftpad), None, None, None, None, AFTER
 
     if cache_seqlens is None:
         raise ArgumentError(f"{call}: cache_seqlens: wanted the lengths before the append of k and v, got None")
     if cu_seqlens_k_new is None:
         new, alike = k.shape[1], not ragged and k.shape[1] == q.shape[1]
-        host = not isinstance(cache_seqlens, Tensor)
-        lens = _from_host(call, cache_seqlens, new, k_cache, block_table) if host else plus(cache_seqlens, new)
     else:
-        new, alike = lengths(cu_seqlens_k_new), cu_seqlens_k_new is cu_seqlens_q
-        lens = new + cache_seqlens
+        new, alike = 0, cu_seqlens_k_new is cu_seqlens_q  # how many, the device knows
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = _from_host(call, cache_seqlens, new, k_cache, block_table)
     # flash-attn turns every row of q at cache_seqlens unless the mask depends on the position.
     together = rotary_cos is not None and not causal and window_size == ANY and (ragged or q.shape[1] != 1)
     if alike and not together and cache_leftpad is None and rotary_seqlens is None and not append_first:
-        return q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin
+        return q, k_cache, v_cache, block_table, cache_seqlens, k, v, rotary_cos, rotary_sin, BEFORE
 
-    start = lens - new
+    start = cache_seqlens
+    lens = plus(start, new) if cu_seqlens_k_new is None else start + lengths(cu_seqlens_k_new)
     if rotary_cos is not None:
         at = start if rotary_seqlens is None else rotary_seqlens
         q = rotate(q, _positions(q, at, cu_seqlens_q, not together), rotary_cos, rotary_sin, rotary_interleaved)
         k = rotate(k, _positions(k, at, cu_seqlens_k_new, True), rotary_cos, rotary_sin, rotary_interleaved)
     _append(k, v, k_cache, v_cache, block_table, start, cu_seqlens_k_new, k_scale, v_scale)
     if cache_leftpad is None:
-        return q, k_cache, v_cache, block_table, lens, None, None, None, None
-    return *_skipped(q, k_cache, v_cache, block_table, lens, cache_leftpad), None, None, None, None
+        return q, k_cache, v_cache, block_table, lens, None, None, None, None, AFTER
+    return *_skipped(q, k_cache, v_cache, block_table, lens, cache_leftpad), None, None, None, None, AFTER
 
 
 def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, follow: bool) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_paged, attention_varlen, merge_states
+from ..counting import lengths
 from . import _chunks
-from ._translate import ANY, kvcache, lengths, lse_heads_first, plain_kvcache, refuse, sequence_of, window
+from ._translate import ANY, kvcache, lse_heads_first, plain_kvcache, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
            "get_scheduler_metadata"]
@@ -104,17 +105,21 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     if window_size is not ANY:
         window_size = window(window_size)
     softcap = softcap if softcap > 0 else 0.0
-    if (rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and cu_seqlens_q is None and cu_seqlens_k_new is None
-            and not attention_chunk and (k is None) is (v is None)):
-        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, page_table)
-        if plain is not None:
-            got = attention_paged(q, k_cache, v_cache, plain[0], plain[1], k=k, v=v, softmax_scale=softmax_scale, causal=causal,
+    plain = None
+    if cache_leftpad is None and cu_seqlens_q is None and cu_seqlens_k_new is None and not attention_chunk and (k is None) is (v is None) and (
+            rotary_cos is None or k is not None and rotary_seqlens is None and (causal or window_size != ANY or q.shape[1] == 1)):
+        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, page_table, cache_batch_idx)
+    if plain is None:
+        q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin, counting = kvcache(
+            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+            rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale, bool(attention_chunk))
+    else:
+        page_table, lens, counting = plain
+        if rotary_cos is None and rotary_sin is None:  # each name that is passed costs up to 0.2 us
+            got = attention_paged(q, k_cache, v_cache, page_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
                                   window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
-                                  return_lse=return_softmax_lse)
+                                  return_lse=return_softmax_lse, _counting=counting)
             return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
-    q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
-        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-        rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale, bool(attention_chunk))
     if attention_chunk:
         got = _chunks.paged(q, k_cache, v_cache, page_table, lens, _chunks.check("flash_attn_with_kvcache", attention_chunk),
                             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
@@ -124,7 +129,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         got = attention_paged(q, k_cache, v_cache, page_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
                               rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
                               softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
-                              k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse)
+                              k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse, _counting=counting)
     return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
 
 

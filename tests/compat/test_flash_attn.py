@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import portattn
 from portattn import ArgumentError, PortattnError, reference
 from portattn.compat import flash_attn as fa2
 from portattn.compat import flash_attn_interface as fa3
@@ -545,3 +546,44 @@ def test_pages_that_require_grad_are_read_and_raise_in_backward():
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and out.requires_grad
     with pytest.raises(PortattnError, match="block_table"):
         out.sum().backward()
+
+
+# ------------------------------------------------------------------ lengths as flash-attn counts them, on every backend of this machine
+@pytest.mark.parametrize("check", ["", "1"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_lengths_are_counted_as_flash_attn_does_whoever_serves(backend, dtype, check, monkeypatch):
+    monkeypatch.setenv("PORTATTN_CHECK", check)
+    cos, sin = tables(16, 16)
+    before = torch.tensor([0, 3, 9], dtype=dtype)
+    q, k = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 2, 16)
+    cache, other = torch.randn(3, 12, 2, 16), torch.randn(3, 12, 2, 16)
+    table = torch.arange(3)[:, None]
+    want = reference.attention_paged(q, cache, other, table, before + 2, k=k, v=k, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=True, causal=True)[0]
+    ragged = torch.tensor([0, 2, 2, 5], dtype=dtype)
+    cu_k, pages = torch.tensor([0, 4, 4, 13], dtype=dtype), (torch.arange(3)[:, None] * 3 + torch.arange(3)).to(dtype)
+    rows = torch.randn(5, 4, 16)
+    keys = cache.view(9, 4, 2, 16)
+    of_pages = reference.attention_paged(rows, keys, keys, pages, cu_k.diff(), cu_seqlens_q=ragged, causal=True)[0]
+    new = torch.randn(5, 2, 16)
+    lens = torch.tensor([1, 0, 6], dtype=dtype)
+    appended = reference.attention_paged(rows, keys, keys, pages, lens + ragged.diff(), cu_seqlens_q=ragged, k=new, v=new, causal=True)[0]
+    with portattn.use(backend):
+        close(fa2.flash_attn_varlen_func(rows, keys, keys, ragged, cu_k, 3, 9, causal=True, block_table=pages), of_pages)
+        close(fa2.flash_attn_with_kvcache(q, cache.clone(), other.clone(), k, k, cos, sin, cache_seqlens=before, causal=True), want)
+        close(fa3.flash_attn_with_kvcache(rows, keys.clone(), keys.clone(), new, new, cache_seqlens=lens, page_table=pages, cu_seqlens_q=ragged,
+                                          cu_seqlens_k_new=ragged, max_seqlen_q=3, causal=True), appended)
+
+
+def test_a_compiled_append_counts_lengths_before_it():
+    q, k = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    cache, lens = torch.randn(2, 8, 2, 16), torch.tensor([2, 5], dtype=torch.int32)
+    call = lambda keys: fa2.flash_attn_with_kvcache(q, keys, keys, k, k, cache_seqlens=lens, causal=True)
+    close(torch.compile(call, fullgraph=True, backend="eager")(cache.clone()), call(cache.clone()))
+
+
+def test_angles_of_one_kind_only_raise():
+    q, cache, lens = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16), torch.tensor([3], dtype=torch.int32)
+    for fa in (fa2, fa3):
+        with pytest.raises(ArgumentError, match="rotary"):
+            fa.flash_attn_with_kvcache(q, cache, cache, q, q, rotary_sin=torch.randn(8, 8), cache_seqlens=lens)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
+from ...counting import AFTER, PREFIX_SUMS
 from ...errors import PortattnError
-from .._translate import ANY, kvcache, lengths, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
+from .._translate import ANY, kvcache, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
@@ -70,9 +71,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             *pages, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, block_table=block_table, **options))
         return (out, *rest) if return_attn_probs else out
     else:
-        got = attention_paged(q, k, v, block_table, lengths(cu_seqlens_k), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-                              softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                              softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs)
+        got = attention_paged(q, k, v, block_table, cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+                              softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap if softcap > 0 else 0.0,
+                              alibi_slopes=alibi_slopes, return_lse=return_attn_probs, _counting=PREFIX_SUMS)
     return _with_probs(got) if return_attn_probs else got
 
 
@@ -119,20 +120,25 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
         causal = bool(causal)
     if window_size is not ANY:
         window_size = window(window_size)
-    if rotary_cos is None and cache_leftpad is None and cache_batch_idx is None and (k is None) is (v is None):
-        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, block_table)
-        if plain is not None:
-            got = attention_paged(q, k_cache, v_cache, plain[0], plain[1], k=k, v=v, softmax_scale=softmax_scale, causal=causal,
+    plain = None
+    if cache_leftpad is None and (k is None) is (v is None) and (
+            rotary_cos is None or k is not None and (causal or window_size != ANY or q.shape[1] == 1)):
+        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, block_table, cache_batch_idx)
+    if plain is None:
+        q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin, counting = kvcache(
+            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, rotary_interleaved, causal, window_size)
+    else:
+        block_table, lens, counting = plain
+        if rotary_cos is None and rotary_sin is None:  # each name that is passed costs up to 0.2 us
+            got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
                                   window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
-                                  num_splits=num_splits, return_lse=return_softmax_lse)
+                                  num_splits=num_splits, return_lse=return_softmax_lse, _counting=counting)
             return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
-    q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin = kvcache(
-        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        block_table, rotary_interleaved, causal, window_size)
     got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                           rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
                           softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits,
-                          return_lse=return_softmax_lse)
+                          return_lse=return_softmax_lse, _counting=counting)
     return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
 
 
@@ -163,6 +169,7 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
     if block_table is None:
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k, **options)
     else:
-        lens = lengths(cu_seqlens_k) if seqused_k is None else seqused_k
-        out, lse = attention_paged(q, k, v, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q), **options)
+        lens, counting = (cu_seqlens_k, PREFIX_SUMS) if seqused_k is None else (seqused_k, AFTER)
+        out, lse = attention_paged(q, k, v, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q), _counting=counting,
+                                   **options)
     return out, lse_of_fa2(lse), q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
