@@ -91,6 +91,16 @@ def read(records, at, i: gl.constexpr):
 
 
 @gluon.jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The slot of a ring behind `slot`, and its phase."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
 def produce(given, NC: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SEARCH: gl.constexpr):
     """The producer warp: a record of each block of rows, its Q, then K and V of each tile of keys, as slots become free."""
@@ -133,10 +143,7 @@ def produce(given, NC: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BN: gl
                     load_tile(q_desc, [q_first + row, head * PACK, 0], q_full.index(w * QS + q_slot), q_smem.index(w * QS + q_slot))
                 else:
                     load_tile(q_desc, [b, row, head * PACK, 0], q_full.index(w * QS + q_slot), q_smem.index(w * QS + q_slot))
-            q_slot += 1
-            if q_slot == QS:
-                q_slot = 0
-                q_phase ^= 1
+            q_slot, q_phase = next_slot(q_slot, q_phase, QS)
             k_col = head * PACK // G * k_h
             v_col = head * PACK // G * v_h
             for i in range(0, count):
@@ -153,10 +160,7 @@ def produce(given, NC: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BN: gl
                     load_tile(v_desc, [k_first + n, v_col], v_full.index(slot), v_smem.index(slot))
                 else:
                     load_tile(v_desc, [b, n, v_col], v_full.index(slot), v_smem.index(slot))
-                slot += 1
-                if slot == STAGES:
-                    slot = 0
-                    phase ^= 1
+                slot, phase = next_slot(slot, phase, STAGES)
         t = n_programs + gl.atomic_add(counters, 1)
     mbarrier.wait(r_empty.index(r_slot), r_phase ^ 1)
     write(records, r_slot, 0, STOP)
@@ -229,6 +233,32 @@ def finish(acc, den, top, q, out, lse, sinks, c, o_b, o_s, o_h, heads, w: gl.con
 
 
 @gluon.jit
+def scores_beside_output(given, q, a, acc, none, slot, phase, v_slot, v_phase, my_turn, has_output, q_at, is_last,
+                         w: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                         STAGED: gl.constexpr, TURNS: gl.constexpr):
+    """S = Q K^T of the tile in `slot`, complete, beside O += P V of the tile before it, under way: (s, o, slot, phase, my_turn)
+    for the next tile. Without has_output, O is of no use. Q's slot q_at is released with the last tile of its block."""
+    (q_smem, k_smem, v_smem, records, q_full, q_empty, k_full, k_empty, v_full, v_empty, r_full, r_empty, turn,
+     out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, heads) = given
+    mbarrier.wait(k_full.index(slot), phase)
+    if TURNS:
+        mbarrier.wait(turn.index(w), my_turn)
+        my_turn ^= 1
+    s = warpgroup_mma(q, k_smem.index(slot).reshape([BN, D]).permute((1, 0)), none, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_slot), v_phase, pred=has_output)
+    o = warpgroup_mma(a, v_smem.index(v_slot).reshape([BN, D]), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index((w + 1) % NC), count=1)
+    s = warpgroup_mma_wait(1, deps=[s])
+    sync()
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    if not STAGED:
+        mbarrier.arrive(q_empty.index(q_at), count=1, pred=is_last)
+    slot, phase = next_slot(slot, phase, STAGES)
+    return s, o, slot, phase, my_turn
+
+
+@gluon.jit
 def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TURNS: gl.constexpr):
     """Consumer group w: rows row0 + 64 w .. of each block."""
@@ -294,24 +324,9 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
             # -- the first scores, beside the last matmul of the block before (of nothing, before the first block)
             n = lo + (count - 1) * BN
             mbarrier.wait(q_full.index(w * QS + q_slot), q_phase)
-            mbarrier.wait(k_full.index(slot), phase)
-            if TURNS:
-                mbarrier.wait(turn.index(w), my_turn)
-                my_turn ^= 1
-            s = warpgroup_mma(q, k_smem.index(slot).reshape([BN, D]).permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(v_slot), v_phase, pred=old > 0)
-            o = warpgroup_mma(a, v_smem.index(v_slot).reshape([BN, D]), acc, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turn.index((w + 1) % NC), count=1)
-            s = warpgroup_mma_wait(1, deps=[s])
-            sync()
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            if not STAGED:
-                mbarrier.arrive(q_empty.index(w * QS + q_slot), count=1, pred=count == 1)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            s, o, slot, phase, my_turn = scores_beside_output(
+                given, q, a, acc, none, slot, phase, v_slot, v_phase, my_turn, old > 0, w * QS + q_slot, count == 1,
+                w, NC, BN, D, STAGES, STAGED, TURNS)
             fresh = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
             p, new_den, shrink, new_top = soft(s, n, True, row_lo, row_hi, fresh, c2, LEFT, BN, S_LAYOUT)
             # A barrier that has been passed ends a basic block: within one, the assembler would move softmax behind the wait for
@@ -321,10 +336,7 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
             if old > 0:
                 sync()
                 mbarrier.arrive(v_empty.index(v_slot), count=1)
-                v_slot += 1
-                if v_slot == STAGES:
-                    v_slot = 0
-                    v_phase ^= 1
+                v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
                 before = q_smem.index(w * QS + (q_slot ^ 1 if STAGED else 0)).reshape([ROWS, D])
                 finish(acc, den, top, before, out, lse, sinks, c, o_b, o_s, o_h, heads, w, old_b, old_head, old_row0,
                        old_first if cu_q is not None else None, old_len, PACK, D, STAGED, S_ROWS, O_LAYOUT, OUT, DTYPE)
@@ -350,24 +362,9 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
             # -- the other tiles of keys
             for i in range(1, count):
                 n = lo + (count - 1 - i) * BN
-                mbarrier.wait(k_full.index(slot), phase)
-                if TURNS:
-                    mbarrier.wait(turn.index(w), my_turn)
-                    my_turn ^= 1
-                s = warpgroup_mma(q, k_smem.index(slot).reshape([BN, D]).permute((1, 0)), none, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                o = warpgroup_mma(a, v_smem.index(v_slot).reshape([BN, D]), acc, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turn.index((w + 1) % NC), count=1)
-                s = warpgroup_mma_wait(1, deps=[s])
-                sync()
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                if not STAGED:
-                    mbarrier.arrive(q_empty.index(w * QS + q_slot), count=1, pred=i == count - 1)
-                slot += 1
-                if slot == STAGES:
-                    slot = 0
-                    phase ^= 1
+                s, o, slot, phase, my_turn = scores_beside_output(
+                    given, q, a, acc, none, slot, phase, v_slot, v_phase, my_turn, True, w * QS + q_slot, i == count - 1,
+                    w, NC, BN, D, STAGES, STAGED, TURNS)
                 edge = (n + BN > full_hi) | (n < full_lo)
                 p, more, shrink, top = soft(s, n, edge, row_lo, row_hi, top, c2, LEFT, BN, S_LAYOUT)
                 den = den * shrink + more
@@ -377,10 +374,7 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
                 acc, p, den, shrink, top = warpgroup_mma_wait(0, deps=[o, p, den, shrink, top])
                 sync()
                 mbarrier.arrive(v_empty.index(v_slot), count=1)
-                v_slot += 1
-                if v_slot == STAGES:
-                    v_slot = 0
-                    v_phase ^= 1
+                v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
                 acc = acc * gl.convert_layout(shrink, O_ROWS)[:, None]
                 a = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
             old = 1
@@ -389,10 +383,7 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
             old_row0 = row0
             old_first = q_first
             old_len = len_q
-            q_slot += 1
-            if q_slot == QS:
-                q_slot = 0
-                q_phase ^= 1
+            q_slot, q_phase = next_slot(q_slot, q_phase, QS)
         else:  # rows that see no key
             nothing = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
             blank = gl.zeros([ROWS], gl.float32, S_ROWS)
