@@ -1,7 +1,8 @@
 """`portattn tune`: measures block sizes on this machine and writes them where schedule.py reads them before the shipped table.
 
 For each head-dim class it times a few configurations of prefill tiles, of split decode and of a mixed batch, in bfloat16 or
-float16, and keeps the fastest of each. The record is a table of the same form as tuning.yaml, in portattn's cache folder.
+float16, and keeps the fastest of each; where hopper.py serves, its blocks for few keys and for many, too. The record is a table
+of the same form as tuning.yaml, in portattn's cache folder.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ TILES = [(64, 64, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128,
          (128, 32, 8, 3),
          (64, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1), (32, 32, 4, 1)]
 SPLITS = [(32, 2, 3), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (32, 4, 3), (64, 4, 1), (32, 4, 1), (16, 4, 1)]
+HOPPERS = [(2, 128, 2, 240, 1), (2, 128, 2, 240, 0), (2, 64, 4, 240, 1), (2, 64, 2, 240, 0), (2, 128, 4, 240, 1), (3, 128, 3, 160, 1),
+           (3, 128, 2, 160, 1), (3, 64, 4, 160, 1)]
+KEYS = (512, 1024, 2048, 8192)  # a sequence: lengths at which hopper.py's blocks are timed
+MEASURED = ("hopper", "tiles", "gather", "splits", "mixed")
+KINDS = ("hopper", "hopper_short", "tiles", "gather", "mixed", "splits", "tiles32", "splits32")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,14 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     ap = argparse.ArgumentParser(prog="portattn tune --backend triton", description=__doc__)
     ap.add_argument("--device", default="cuda", help="torch device (default: cuda)")
     ap.add_argument("--head-dims", default="64,128,256", help="classes to measure, of 64, 128 and 256")
+    ap.add_argument("--kinds", default=",".join(MEASURED), help="what to measure (default: %(default)s)")
     ap.add_argument("--dry-run", action="store_true", help="print the record, write nothing")
     args = ap.parse_args(argv)
+    if unknown := set(args.kinds.split(",")) - set(MEASURED):
+        ap.error(f"--kinds: wanted some of {','.join(MEASURED)}, got {','.join(sorted(unknown))}")
     if not torch.cuda.is_available() or torch.device(args.device).type != "cuda":
         print("tune: there is no CUDA or HIP device here to measure")
         return 3
     device = torch.device("cuda", torch.device(args.device).index or torch.cuda.current_device())
     with torch.cuda.device(device), torch.inference_mode():
-        record = measure(device, [int(d) for d in args.head_dims.split(",")])
+        record = measure(device, [int(d) for d in args.head_dims.split(",")], args.kinds.split(","))
     text = render(record)
     print(text)
     if not args.dry_run:
@@ -49,19 +58,21 @@ def main(argv: list[str] | None = None) -> int:
 def render(record: dict[str, Any]) -> str:
     """The record as YAML."""
     lines = [f"- arch: [{record['arch']}]"]
-    for kind in ("tiles", "gather", "mixed", "splits", "tiles32", "splits32"):
+    for kind in filter(record.get, KINDS):
         lines.append(f"  {kind}: {{{', '.join(f'{size}: {list(c)}' for size, c in record[kind].items())}}}")
     return "\n".join(lines) + "\n"
 
 
-def measure(device: torch.device, sizes: list[int]) -> dict[str, Any]:
+def measure(device: torch.device, sizes: list[int], kinds: list[str]) -> dict[str, Any]:
     """The fastest configurations; classes and kinds that are not measured keep what the tables say."""
     from . import calls, schedule
 
     machine = calls.machine_of(device)
-    record: dict[str, Any] = {"arch": machine.arch}
+    record: dict[str, Any] = {"arch": machine.arch} | {kind: {} for kind in KINDS}
+    for size in (64, 128, 256):
+        for blocks in schedule.hoppers(machine.arch, size):
+            keep_hopper(record, size, blocks)
     for kind in ("tiles", "gather", "mixed", "splits", "tiles32", "splits32"):
-        record[kind] = {}
         for size in (64, 128, 256, 512):
             base = kind.removesuffix("32")
             tile, split = schedule.configs_for(machine.arch, "tiles" if base == "splits" else base, size, kind.endswith("32"))
@@ -69,8 +80,12 @@ def measure(device: torch.device, sizes: list[int]) -> dict[str, Any]:
             record[kind][size] = found + [split.bn] if base == "mixed" else found
     hip = machine.arch.startswith("gfx")
     for size in sizes:
+        if "hopper" in kinds and schedule.hoppers(machine.arch, size):
+            measure_hopper(device, size, record)
         stages = lambda c: (c[-1] <= 2) == hip or c[-1] == 2  # HIP: no software pipelining through shared memory
         for kind, options in (("tiles", TILES), ("gather", TILES), ("splits", SPLITS), ("mixed", TILES)):
+            if kind not in kinds:
+                continue
             times = {}
             for option in filter(stages, options):
                 candidates = [(*option, bn) for bn in (32, 64, 128)] if kind == "mixed" else [option]
@@ -82,6 +97,60 @@ def measure(device: torch.device, sizes: list[int]) -> dict[str, Any]:
                 record[kind][size] = list(best)
                 print(f"head dim {size}, {kind}: {list(best)}, {times[best]:.1f} us (of {len(times)})", flush=True)
     return record
+
+
+def keep_hopper(record: dict[str, Any], size: int, blocks: Any) -> None:
+    """Puts blocks of hopper.py into the record: for at most blocks.keys keys, or for any number."""
+    few = blocks.keys < type(blocks)._field_defaults["keys"]
+    record["hopper_short" if few else "hopper"][size] = list(blocks if few else blocks[:-1])
+
+
+def measure_hopper(device: torch.device, size: int, record: dict[str, Any]) -> None:
+    """hopper.py's blocks that are fastest for the most keys; and for the fewest, up to where those are no longer faster."""
+    from . import schedule
+
+    times: dict[tuple, list[float]] = {}
+    for option in HOPPERS:
+        found = []
+        for keys in KEYS:
+            if (seconds := _time_hopper(device, size, option, keys)) is None:
+                break
+            found.append(seconds)
+        else:
+            times[option] = found
+    if not times:
+        return
+    many, few = (min(times, key=lambda option: times[option][at]) for at in (-1, 0))
+    record["hopper_short"].pop(size, None)
+    keep_hopper(record, size, schedule.Hopper(*many))
+    faster = [keys for keys, a, b in zip(KEYS, times[few], times[many]) if a < b]
+    if faster and few != many:
+        keep_hopper(record, size, schedule.Hopper(*few, keys=max(faster)))
+    for kind in ("hopper_short", "hopper"):
+        if size in record[kind]:
+            option = tuple(record[kind][size][:5])
+            print(f"head dim {size}, {kind}: {record[kind][size]}, {', '.join(f'{t:.1f}' for t in times[option])} us for "
+                  f"{', '.join(map(str, KEYS))} keys (of {len(times)})", flush=True)
+
+
+def _time_hopper(device: torch.device, size: int, option: tuple, keys: int) -> float | None:
+    """Microseconds of a causal call of 16,384 tokens with these blocks, or None where they do not fit or compile."""
+    from triton.testing import do_bench
+
+    from . import calls, schedule
+
+    known = schedule.hoppers
+    schedule.hoppers = lambda *_: (schedule.Hopper(*option),)  # what a call asks for
+    try:
+        call = _call(device, "hopper", size, keys)
+        run = calls.Attention(call, hopper=True)
+        run(call)
+        return do_bench(lambda: run(call), warmup=10, rep=40, return_mode="median") * 1e3
+    except Exception as exc:  # out of registers or of shared memory, or refused by the compiler: not a candidate
+        print(f"  hopper {size} {option}: {type(exc).__name__}")
+        return None
+    finally:
+        schedule.hoppers = known
 
 
 def _time(device: torch.device, kind: str, size: int, option: tuple, record: dict[str, Any]) -> float | None:
@@ -99,7 +168,7 @@ def _time(device: torch.device, kind: str, size: int, option: tuple, record: dic
     schedule.configs_for = lambda *_: (tile, split)  # what a call asks for
     try:
         call = _call(device, kind, size)
-        run = calls.Attention(call, hopper=False)  # hopper.py keeps the shipped table's blocks
+        run = calls.Attention(call, hopper=False)
         run(call)
         if run.described[1 if kind != "splits" else 2].bn != (tile if kind != "splits" else split).bn:
             return None  # shared memory made it another one
@@ -111,14 +180,15 @@ def _time(device: torch.device, kind: str, size: int, option: tuple, record: dic
         schedule.configs_for = known
 
 
-def _call(device: torch.device, kind: str, d: int) -> Call:
-    """The problem that a kind is measured on: 8 kv heads, group 4, causal."""
+def _call(device: torch.device, kind: str, d: int, keys: int = 2048) -> Call:
+    """The problem that a kind is measured on: 8 kv heads, group 4, causal. keys: of a sequence, where there are no pages."""
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     rand = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)
     common = dict(softmax_scale=d**-0.5, causal=True, window_right=0)
-    if kind == "tiles":
-        q, k, v = rand(4, 2048, 32, d), rand(4, 2048, 8, d), rand(4, 2048, 8, d)
-        return Call(q, k, v, max_seqlen_q=2048, max_seqlen_k=2048, out=torch.empty_like(q), **common)
+    if kind in ("tiles", "hopper"):
+        batch = (16384 if kind == "hopper" else 8192) // keys
+        q, k, v = rand(batch, keys, 32, d), rand(batch, keys, 8, d), rand(batch, keys, 8, d)
+        return Call(q, k, v, max_seqlen_q=keys, max_seqlen_k=keys, out=torch.empty_like(q), **common)
     lens = {"gather": [4096] * 4, "splits": [4096] * 32, "mixed": [4096] * 28 + [2048] * 2}[kind]
     rows = {"gather": [512] * 4, "splits": [1] * 32, "mixed": [1] * 28 + [512] * 2}[kind]
     page = 16

@@ -264,6 +264,12 @@ def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
 
     class Attention:
         def __init__(self, call, hopper):
+            if hopper:
+                blocks, = schedule.hoppers("sm_90", 64)
+                if blocks.groups == 3 and blocks.bn == 64:
+                    raise RuntimeError("out of resources")
+                measured.append(("hopper", call, blocks))
+                return
             tile, split = schedule.configs_for("sm_90", call, 64, False)
             if call != "splits" and tile.bm == 128:
                 raise RuntimeError("out of resources")
@@ -276,15 +282,19 @@ def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
     def bench(run, **_):
         run()
         kind, tile, split = measured[-1]
+        if kind == "hopper":  # three groups cost something once and win with keys
+            return 50 + 4 * tile - split.groups * (tile - 1500) + split.stages + (0 if split.turns else 7)
         return (split.bn if kind == "splits" else tile.bm + tile.bn) * 1e-3
 
     monkeypatch.setattr(calls, "Attention", Attention)
     monkeypatch.setattr(calls, "machine_of", lambda device: schedule.Machine("sm_90", 132, 227 << 10))
-    monkeypatch.setattr(tune, "_call", lambda device, kind, size: kind)
+    monkeypatch.setattr(tune, "_call", lambda device, kind, size, keys=None: keys or kind)
     monkeypatch.setattr(triton.testing, "do_bench", bench)
     shipped = {kind: schedule.configs_for("sm_90", kind, 128, False) for kind in ("tiles", "gather", "mixed")}
-    record = tune.measure(torch.device("cuda", 0), [64])
-    assert {kind for kind, *_ in measured} == {"tiles", "gather", "splits", "mixed"}
+    record = tune.measure(torch.device("cuda", 0), [64], ["hopper", "tiles", "gather", "splits", "mixed"])
+    assert {kind for kind, *_ in measured} == {"hopper", "tiles", "gather", "splits", "mixed"}
+    assert record["hopper"][64] == [3, 128, 2, 160, 1] and record["hopper_short"][64] == [2, 128, 2, 240, 1, 1024]
+    assert record["hopper"][128] == list(schedule.hoppers("sm_90", 128)[-1][:-1]) and 256 not in record["hopper_short"]
     assert record["tiles"][64] == [64, 32, 4, 3] and record["gather"][64] == [64, 32, 4, 3]
     assert record["mixed"][64][:2] == [64, 32] and len(record["mixed"][64]) == 5
     assert record["splits"][64][0] == 32  # 16 keys have one stage only, which is for HIP
