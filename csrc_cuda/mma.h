@@ -43,6 +43,19 @@ PA_DEVICE void load_b_cols(FragB& b, const T* tile, int pitch) {
   load_matrices_transposed(b.r, tile + (warp::lane() & 15) * pitch + (warp::lane() >> 4) * 8);
 }
 
+// The same 16 columns from `column` on of rows of whole 128-byte lines, whose 16-byte pieces the row's number turns: piece i of row r
+// lies where piece i ^ r % 8 would. No bank conflicts either.
+template <class T>
+PA_DEVICE void load_b_rows(FragB& b, const T* tile, int pitch, int column) {
+  const int lane = warp::lane();
+  load_matrices(b.r, tile + ((lane & 7) + (lane >> 4) * 8) * pitch + ((column / 8 + ((lane >> 3) & 1)) ^ (lane & 7)) * 8);
+}
+template <class T>
+PA_DEVICE void load_b_cols(FragB& b, const T* tile, int pitch, int column) {
+  const int lane = warp::lane();
+  load_matrices_transposed(b.r, tile + (lane & 15) * pitch + ((column / 8 + (lane >> 4)) ^ (lane & 7)) * 8);
+}
+
 template <class T>
 PA_DEVICE void multiply(Acc& c, const FragA& a, const FragB& b) {
   multiply_16x8x16(c.x, a.r, b.r[0], b.r[1], T{});

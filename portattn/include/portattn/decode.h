@@ -32,7 +32,11 @@ struct Decode {
   static constexpr int kUnit = kKeys * kWaves;
   static constexpr int kPitch = kD + 8;                         // of T
   static constexpr bool kWiden = sizeof(C) != sizeof(T);
-  static constexpr int kCachePitch = kD + 16 / sizeof(C);       // of C
+  // Copies of rows that are whole lines of 128 bytes land line on line: a line in memory that falls across two of shared memory is asked
+  // for in pieces, half of its sectors twice. Instead of padding, a row's number turns the pieces within its lines.
+  static constexpr bool kTurned = !kStaged && kD * sizeof(C) % 128 == 0;
+  static constexpr int kCachePitch = kD + (kTurned ? 0 : 16 / sizeof(C));  // of C
+  static constexpr int kTilePitch = kWiden ? kPitch : kCachePitch;         // of what is multiplied
   static constexpr int kStageBytes = 2 * kKeys * kCachePitch * static_cast<int>(sizeof(C));
   static constexpr int kTileBytes = 2 * kKeys * kPitch * static_cast<int>(sizeof(T));
   static constexpr int kWaveBytes = kStaged ? kTileBytes : kStages * kStageBytes + (kWiden ? kTileBytes : 0);
@@ -64,6 +68,11 @@ struct Decode {
   PA_DEVICE float* result(int w, int slot) const {
     return kWiden ? reinterpret_cast<float*>(widened(w)) : reinterpret_cast<float*>(stage(w, slot));
   }
+  // Where column d of row r lies in a stage.
+  static PA_DEVICE int place(int r, int d) {
+    constexpr int kEach = 16 / static_cast<int>(sizeof(C));
+    return r * kCachePitch + (kTurned ? d ^ (r & 7) * kEach : d);
+  }
 
   // ---- loading
 
@@ -93,16 +102,16 @@ struct Decode {
       C* to = k_to + r * kCachePitch + d;
       if (count >= kKeys) {
 #pragma unroll
-        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(to + i * kRows * kCachePitch, k_from + i * kRows * p.k_token);
+        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token);
 #pragma unroll
-        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(to + (kKeys + i * kRows) * kCachePitch, v_from + i * kRows * p.v_token);
+        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(v_to + place(r + i * kRows, d), v_from + i * kRows * p.v_token);
         return;
       }
 #pragma unroll 1
       for (int i = 0; i < kKeys / kRows; ++i) {
         const int bytes = r + i * kRows < count ? 16 : 0;
-        copy_async16(to + i * kRows * kCachePitch, k_from + i * kRows * p.k_token, bytes);
-        copy_async16(to + (kKeys + i * kRows) * kCachePitch, v_from + i * kRows * p.v_token, bytes);
+        copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token, bytes);
+        copy_async16(v_to + place(r + i * kRows, d), v_from + i * kRows * p.v_token, bytes);
       }
       return;
     }
@@ -118,13 +127,13 @@ struct Decode {
         C* to = k_to + r * kCachePitch + d;
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) {
-          copy_async16(to + i * kRows * kCachePitch, k_from, i * kRows < left ? k_bytes : 0);
+          copy_async16(k_to + place(r + i * kRows, d), k_from, i * kRows < left ? k_bytes : 0);
           k_from += kRows * p.k_token;
         }
         to += kKeys * kCachePitch;
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) {
-          copy_async16(to + i * kRows * kCachePitch, v_from, i * kRows < left ? v_bytes : 0);
+          copy_async16(v_to + place(r + i * kRows, d), v_from, i * kRows < left ? v_bytes : 0);
           v_from += kRows * p.v_token;
         }
         return;
@@ -134,8 +143,8 @@ struct Decode {
         const int piece = i * warp::kWave + lane, r = piece / kPieces, d = piece % kPieces * kEach;
         if (kAll % warp::kWave != 0 && piece >= kAll) break;
         const int k_bytes = min_of(16, max_of(0, p.head_dim - d) * kSize), v_bytes = min_of(16, max_of(0, p.head_dim_v - d) * kSize);
-        copy_async16(k_to + r * kCachePitch + d, k_base + base.k + r * p.k_token + d, r < count ? k_bytes : 0);
-        copy_async16(v_to + r * kCachePitch + d, v_base + base.v + r * p.v_token + d, r < count ? v_bytes : 0);
+        copy_async16(k_to + place(r, d), k_base + base.k + r * p.k_token + d, r < count ? k_bytes : 0);
+        copy_async16(v_to + place(r, d), v_base + base.v + r * p.v_token + d, r < count ? v_bytes : 0);
       }
       return;
     }
@@ -147,7 +156,7 @@ struct Decode {
       if (r < count) at = kv_offset(p, s, page_of(p, b, first + r), first + r, head);
 #pragma unroll 1
       for (int of_v = 0; of_v < 2; ++of_v) {
-        C* to = (of_v ? v_to : k_to) + r * kCachePitch + d;
+        C* to = (of_v ? v_to : k_to) + place(r, d);
         const C* from = (of_v ? v_base + at.v : k_base + at.k) + d;
         const int n = r < count ? min_of(kEach, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d)) : 0;
         if (p.flags & kAligned) copy_async16(to, n ? from : of_v ? v_base : k_base, n * kSize);
@@ -158,12 +167,12 @@ struct Decode {
 
   // A stage of 8-bit keys and values in q's type.
   PA_DEVICE void widen(int slot) const {
-    const u8* from = stage(wave, slot);
+    const C* from = reinterpret_cast<const C*>(stage(wave, slot));
     T* to = widened(wave);
 #pragma unroll 2
     for (int i = lane; i < 2 * kKeys * (kD / 8); i += warp::kWave) {
       const int r = i / (kD / 8), d = i % (kD / 8) * 8;
-      *reinterpret_cast<Bytes16*>(to + r * kPitch + d) = widen8<T, C>(*reinterpret_cast<const Bytes8*>(from + r * kCachePitch + d));
+      *reinterpret_cast<Bytes16*>(to + r * kPitch + d) = widen8<T, C>(*reinterpret_cast<const Bytes8*>(from + place(r, d)));
     }
   }
 
@@ -313,12 +322,13 @@ struct Decode {
   template <class Between>
   PA_DEVICE void step(const Sequence& seq, int key, State& st, int slot, Between between) const {
     const T* k = kWiden ? widened(wave) : reinterpret_cast<const T*>(stage(wave, slot));
-    const T* v = k + kKeys * kPitch;
+    const T* v = k + kKeys * kTilePitch;
     mma::Acc s[2] = {};
 #pragma unroll kScoreUnroll
     for (int t = 0; t < kTiles; ++t) {
       mma::FragB kb;
-      mma::load_b_rows(kb, k + t * 16, kPitch);
+      if constexpr (kTurned && !kWiden) mma::load_b_rows(kb, k, kTilePitch, t * 16);
+      else mma::load_b_rows(kb, k + t * 16, kTilePitch);
       if (kHoldQ) {
         mma::multiply<T>(s[t & 1], st.q[t], kb);
       } else {
@@ -380,7 +390,8 @@ struct Decode {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       mma::FragB vb;
-      mma::load_b_cols(vb, v + t * 16, kPitch);
+      if constexpr (kTurned && !kWiden) mma::load_b_cols(vb, v, kTilePitch, t * 16);
+      else mma::load_b_cols(vb, v + t * 16, kTilePitch);
       mma::multiply<T>(st.o[t], pa, vb);
     }
   }

@@ -139,7 +139,14 @@ struct PlainDecode : Decode<T, C, kD, kWaves, kStages, PlainParams<kD>> {
   }
   PA_DEVICE int head_of(int nth) const { return nth * p.lines + line; }
   PA_DEVICE int key(int unit) const { return unit * kUnit + wave * kKeys; }
-  PA_DEVICE i64 page(const Cursor& a) const { return key(a.unit) < a.len ? page_of(p, a.b, key(a.unit)) : 0; }
+
+  // The pages of this wave's keys in the units from `base` on, one a lane: a look-up is a round trip, and one serves 32 units.
+  struct Pages { int b, base, of; };
+  PA_DEVICE bool holds(const Pages& x, const Cursor& a) const { return x.b == a.b && 0 <= a.unit - x.base && a.unit - x.base < 32; }
+  PA_DEVICE Pages look_up(const Cursor& a) const {
+    const int first = key(a.unit + lane);
+    return {a.b, a.unit, first < a.len ? static_cast<int>(page_of(p, a.b, first)) : 0};
+  }
 
   // ---- q
 
@@ -205,13 +212,14 @@ struct PlainDecode : Decode<T, C, kD, kWaves, kStages, PlainParams<kD>> {
       post(to + p.partial_rows * (kD + 1) + r, a.l);
     }
   }
-  // Adds the states of the `others` tickets below `ticket`, in order; what was read is nothing again.
-  PA_DEVICE void collect(Part& a, int ticket, int others, int r) const {
-    constexpr int kBatch = 8 / kColumns;  // loads that wait together
-    for (int base = 0; base < others; base += 32) {
-      const int here = min_of(32, others - base);
+  // Adds every kStep-th state of the `others` tickets below `ticket`, from the nth on, in order; what was read is nothing again.
+  template <int kStep>
+  PA_DEVICE void collect(Part& a, int ticket, int others, int nth, int r) const {
+    constexpr int kBatch = 16 / kColumns;  // loads that wait together
+    for (int base = nth; base < others; base += 32 * kStep) {
+      const int here = min_of(32, ceil_div(others - base, kStep));
       float x[kBatch][kColumns][4];
-      auto from = [&](int i) { return memory_of(ticket - 1 - base - i); };
+      auto from = [&](int i) { return memory_of(ticket - 1 - base - i * kStep); };
       auto look = [&](int i) {
 #pragma unroll
         for (int n = 0; n < kBatch; ++n)
@@ -265,6 +273,65 @@ struct PlainDecode : Decode<T, C, kD, kWaves, kStages, PlainParams<kD>> {
       }
     }
   }
+  PA_DEVICE void write(const Unit& u, const Part& a, int r) const {
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      if (mine(k)) this->write_row({1, u.len, 0, 0}, u.b, head_of(u.nth), r, k * 128 + lane * 4, a.o[k], a.m, a.l);
+  }
+
+  // Where waves that collect for another leave what they have: in q's place, which nobody reads after a segment's last unit.
+  static constexpr int kHandBytes = (kD + 4) * static_cast<int>(sizeof(float));
+  static_assert(kWaves * kHandBytes <= 16 * (kD + 8) * static_cast<int>(sizeof(T)), "a wave leaves one row");
+  PA_DEVICE float* hand(int w) const { return reinterpret_cast<float*>(q_shared) + w * (kD + 4); }
+  PA_DEVICE void leave(const Part& a) const {
+    float* to = hand(wave);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      if (mine(k)) *reinterpret_cast<Float4*>(to + k * 128 + lane * 4) = {{a.o[k][0], a.o[k][1], a.o[k][2], a.o[k][3]}};
+    if (lane == 0) {
+      to[kD] = a.m;
+      to[kD + 1] = a.l;
+    }
+  }
+  PA_DEVICE void take(Part& a, int w) const {
+    const float* from = hand(w);
+    const float m = from[kD], top = max_of(a.m, m), keep = weight(a.m, top), factor = weight(m, top);
+    a.m = top;
+    a.l = a.l * keep + factor * from[kD + 1];
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      if (!mine(k)) continue;
+      const Float4 x = *reinterpret_cast<const Float4*>(from + k * 128 + lane * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) a.o[k][e] = a.o[k][e] * keep + factor * x.x[e];
+    }
+  }
+
+  // Merges `others` states into the rows of a tile that begins here: a wave a row, or two where there are enough.
+  PA_DEVICE void merge(const Unit& u, int slot, int ticket, int others) const {
+    constexpr int kHalf = kWaves / 2;
+    if (p.group > kHalf) {
+      for (int r = wave; r < p.group; r += kWaves) {
+        Part a = of_waves(r, slot);
+        collect<1>(a, ticket, others, 0, r);
+        write(u, a, r);
+      }
+      return;
+    }
+    const bool first = wave < kHalf;
+    const int r = first ? wave : wave - kHalf;
+    Part a = {};
+    a.m = -PA_INFINITY;
+    if (r < p.group) {
+      if (first) a = of_waves(r, slot);
+      collect<2>(a, ticket, others, first ? 0 : 1, r);
+      if (!first) leave(a);
+    }
+    block_sync();
+    if (!first || r >= p.group) return;
+    take(a, wave + kHalf);
+    write(u, a, r);
+  }
 
   // The unit is the last of a segment.
   PA_DEVICE void finish_segment(const Unit& u, State& st, int slot, int ticket, int total) const {
@@ -272,16 +339,14 @@ struct PlainDecode : Decode<T, C, kD, kWaves, kStages, PlainParams<kD>> {
     const bool begins = u.from == 0;
     const int others = begins && u.unit < u.units - 1 ? ticket - deal(p, total).worker(total - u.at - u.units + u.unit) : 0;
     block_sync();
-    for (int r = wave; r < p.group; r += kWaves) {
-      Part a = of_waves(r, slot);
-      if (!begins) {
-        send(a, memory_of(ticket), r);
-        continue;
+    if (others > 0) {
+      merge(u, slot, ticket, others);
+    } else {
+      for (int r = wave; r < p.group; r += kWaves) {
+        const Part a = of_waves(r, slot);
+        if (begins) write(u, a, r);
+        else send(a, memory_of(ticket), r);
       }
-      collect(a, ticket, others, r);
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k)
-        if (mine(k)) this->write_row({1, u.len, 0, 0}, u.b, head_of(u.nth), r, k * 128 + lane * 4, a.o[k], a.m, a.l);
     }
     block_sync();  // before the waves fill their stages again
   }
@@ -305,17 +370,18 @@ struct PlainDecode : Decode<T, C, kD, kWaves, kStages, PlainParams<kD>> {
     if (ticket >= dealt.workers) return;
     const int end = dealt.begin(ticket), begin = dealt.begin(ticket + 1);  // from the line's end
     Cursor ahead = place(total - begin, begin - end, chunk);
-    i64 next = page(ahead);
+    Pages pages = look_up(ahead);
     const Query q = fetch_q(ahead.b, head_of(ahead.nth));
     const int units = ahead.left;
     auto issue = [&](int fill) {  // the copies of one more unit, if there is one
       if (ahead.left > 0) {
-        this->load({1, ahead.len, 0, 0}, ahead.b, head_of(ahead.nth), next, key(ahead.unit), fill);
+        const i64 page = warp::shfl_idx<32>(pages.of, ahead.unit - pages.base);
+        this->load({1, ahead.len, 0, 0}, ahead.b, head_of(ahead.nth), page, key(ahead.unit), fill);
         if (lane == 0)
           shared.units[wave][fill] = {ahead.b, ahead.nth, ahead.len, ahead.unit, ahead.units, ahead.from, ahead.at,
                                       (ahead.unit == ahead.from ? kBegins : 0) | (ahead.unit == ahead.units - 1 || ahead.left == 1 ? kEnds : 0)};
         advance(ahead);
-        if (ahead.left > 0) next = page(ahead);
+        if (ahead.left > 0 && !holds(pages, ahead)) pages = look_up(ahead);
       }
       copy_commit();
     };
