@@ -1,25 +1,96 @@
-"""Runs the Gluon kernel of hopper.py on the CPU: one thread a partition, tensors as numpy arrays, so that indices, masks and the
+"""Runs the Gluon kernel of hopper.py on the CPU: one task a partition, tensors as numpy arrays, so that indices, masks and the
 protocol of barriers are tested without a GPU.
 
 Asynchronous work is made as late, and as visible, as the contract allows: a TMA load poisons its destination when it is issued and
-writes it later from another thread; a matmul reads its operands when it is waited for. A slot released too early, or read too
-early, gives NaN; a barrier that nobody completes ends in TimeoutError.
+writes it when somebody waits for its barrier; a matmul reads its operands when it is waited for. Tasks run one at a time, and change
+where one waits in vain or has arrived at a barrier; of those that can go on, the same one always goes on: a task that was started
+later, so that producers are ahead of consumers, or the other way round. So a slot released too early, or read too early, gives NaN
+in every run; where no task can go on, the launch ends in Stuck.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 import threading
-import time
 import types
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 
 SOURCE = Path(__file__).parents[2] / "backends" / "triton" / "hopper.py"
-PATIENCE = 20  # seconds
+
+
+class Stuck(Exception):
+    """Barriers that nobody completes."""
+
+
+class _Ended(BaseException):
+    """Unwinds the tasks of a launch that has failed."""
+
+
+class Task:
+    """A thread that runs while it has the turn."""
+
+    def __init__(self, launch: "Launch", pid: int, function, arguments):
+        self.launch, self.pid, self.flying, self.ready, self.done = launch, pid, [], lambda: True, False
+        self.turn = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, args=(function, arguments), daemon=True)
+        self.thread.start()
+
+    def _run(self, function, arguments) -> None:
+        _here.task = self
+        try:
+            self._wait_for_turn()
+            with np.errstate(all="ignore"):
+                function(*arguments)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self.launch.failed = self.launch.failed or error
+        self.done = True
+        self.launch.turn.release()
+
+    def _wait_for_turn(self) -> None:
+        self.turn.acquire()
+        if self.launch.failed:
+            raise _Ended
+
+    def pause(self, ready=lambda: True) -> None:
+        """Lets the tasks run that go first, and goes on once it is ready."""
+        self.ready = ready
+        self.launch.turn.release()
+        self._wait_for_turn()
+
+
+class Launch:
+    """The tasks of a grid; of those that are ready, the one that was started last goes on if `ahead`, else the first."""
+
+    def __init__(self, ahead: bool):
+        self.ahead, self.tasks = ahead, []
+        self.turn = threading.Semaphore(0)
+        self.failed: BaseException | None = None
+
+    def start(self, pid: int, function, arguments=()) -> Task:
+        self.tasks.append(Task(self, pid, function, arguments))
+        return self.tasks[-1]
+
+    def run(self) -> None:
+        while self.tasks:
+            task = next((t for t in self.tasks[:: -1 if self.ahead else 1] if self.failed or t.ready()), None)
+            if task is None:
+                self.failed = Stuck("barriers that nobody completes")
+                continue
+            task.turn.release()
+            self.turn.acquire()
+            if task.done:
+                self.tasks.remove(task)
+        if self.failed:
+            raise self.failed
+
+
+_here = threading.local()
 
 
 class Tensor(np.ndarray):
@@ -69,13 +140,9 @@ def store(pointer: Pointer, value, mask=None):
     pointer.array.reshape(-1)[at[ok]] = np.asarray(value)[ok]
 
 
-_one = threading.Lock()
-
-
 def atomic_add(pointer: Pointer, value):
-    with _one:
-        before = tensor(pointer.array.reshape(-1)[pointer.at])
-        pointer.array.reshape(-1)[pointer.at] += value
+    before = tensor(pointer.array.reshape(-1)[pointer.at])
+    pointer.array.reshape(-1)[pointer.at] += value
     return before
 
 
@@ -109,16 +176,26 @@ class Barrier:
     """An mbarrier: a phase ends when all arrivals and all expected bytes are there."""
 
     def __init__(self):
-        self.condition, self.count, self.left, self.bytes, self.phase = threading.Condition(), 0, 0, 0, 0
+        self.count, self.left, self.bytes, self.phase, self.loads = 0, 0, 0, 0, deque()
 
     def change(self, arrivals=0, by=0):
-        with self.condition:
-            self.left -= arrivals
-            self.bytes += by
-            assert self.left >= 0, "more arrivals than a barrier counts"
-            if self.left == 0 and self.bytes == 0:
-                self.left, self.phase = self.count, self.phase ^ 1
-                self.condition.notify_all()
+        self.left -= arrivals
+        self.bytes += by
+        assert self.left >= 0, "more arrivals than a barrier counts"
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.phase = self.count, self.phase ^ 1
+
+    def passed(self, phase: int) -> bool:
+        """Whether this phase has ended; somebody waits for it, so what is on its way arrives."""
+        while self.loads and self.phase == phase:
+            self.loads.popleft()()
+        return self.phase != phase
+
+
+def arrive(barrier, count=1, pred=True):
+    if pred:
+        barrier.change(count)
+        _here.task.pause()
 
 
 def init(barrier, count):
@@ -126,11 +203,8 @@ def init(barrier, count):
 
 
 def wait(barrier, phase, pred=True, deps=()):
-    if not pred:
-        return
-    with barrier.condition:
-        if not barrier.condition.wait_for(lambda: barrier.phase != int(phase), PATIENCE):
-            raise TimeoutError("a barrier that nobody completes")
+    if pred and not barrier.passed(int(phase)):
+        _here.task.pause(lambda: barrier.passed(int(phase)))
 
 
 class Descriptor:
@@ -148,12 +222,11 @@ def load_tile(descriptor, coordinates, barrier, shared):
     if all(lo < hi for lo, hi in ranges):
         box[tuple(slice(0, hi - lo) for lo, hi in ranges)] = descriptor.array[tuple(slice(lo, hi) for lo, hi in ranges)]
 
-    def arrive():
-        time.sleep(random.random() * 2e-3)
+    def land():
         shared.array[...] = box.reshape(shared.array.shape)
         barrier.change(by=-box.nbytes)
 
-    threading.Thread(target=arrive, daemon=True).start()
+    barrier.loads.append(land)
 
 
 class Product:
@@ -169,21 +242,18 @@ class Product:
         self.value = tensor(product + np.asarray(acc) if use_acc else product)
 
 
-_here = threading.local()
-
-
 class Grid:
     programs = 1
 
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     product = Product(a, b, acc, use_acc)
-    _here.__dict__.setdefault("flying", []).append(product)
+    _here.task.flying.append(product)
     return product
 
 
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
-    flying = _here.__dict__.setdefault("flying", [])
+    flying = _here.task.flying
     while len(flying) > num_outstanding:
         flying.pop(0).run()
     done = [d.value if isinstance(d, Product) else d for d in deps]
@@ -192,24 +262,9 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
 
 
 def warp_specialize(partitions, warps, registers):
-    pid, failed = _here.pid, []
-
-    def run(function, arguments):
-        _here.pid = pid
-        try:
-            with np.errstate(all="ignore"):
-                function(*arguments)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=p, daemon=True) for p in partitions]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(3 * PATIENCE)
-    if failed:
-        raise failed[0]
-    assert not any(t.is_alive() for t in threads)
+    task = _here.task
+    parts = [task.launch.start(task.pid, function, arguments) for function, arguments in partitions]
+    task.pause(lambda: all(part.done for part in parts))
 
 
 def allocate_shared_memory(dtype, shape, layout):
@@ -227,7 +282,7 @@ def _modules():
     gl = types.ModuleType("triton.experimental.gluon.language")
     gl.__dict__.update(
         constexpr=lambda x: x, static_range=range, int32=np.int32, int64=np.int64, float32=np.float32,
-        program_id=lambda axis: tensor(_here.pid), num_programs=lambda axis: tensor(Grid.programs), num_warps=lambda: 4,
+        program_id=lambda axis: tensor(_here.task.pid), num_programs=lambda axis: tensor(Grid.programs), num_warps=lambda: 4,
         arange=lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)),
         zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
         full=lambda shape, value, dtype, layout=None: tensor(np.full(shape, value, dtype)),
@@ -240,7 +295,7 @@ def _modules():
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barriers", init=init, wait=wait, expect=lambda b, n: b.change(1, int(n)),
-        arrive=lambda b, count=1, pred=True: b.change(count) if pred else None)
+        arrive=arrive)
     hopper.tma = types.SimpleNamespace(async_load=load_tile)
     hopper.fence_async_shared = lambda: None
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait
@@ -269,22 +324,9 @@ def kernels(source: str | None = None):
     return module
 
 
-def launch(kernel, grid: int, /, **arguments) -> None:
-    """Runs all programs at once."""
-    Grid.programs, failed = grid, []
-
-    def run(pid):
-        _here.pid = pid
-        try:
-            with np.errstate(all="ignore"):
-                kernel(**arguments)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(pid,), daemon=True) for pid in range(grid)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if failed:
-        raise failed[0]
+def launch(kernel, grid: int, /, ahead: bool = True, **arguments) -> None:
+    """Runs all programs, beside each other."""
+    Grid.programs, run = grid, Launch(ahead)
+    for pid in range(grid):
+        run.start(pid, lambda: kernel(**arguments))
+    run.run()

@@ -3,6 +3,7 @@ and compiled for sm_90: wgmma, TMA, no spills, softmax between the two waits of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import struct
@@ -24,7 +25,8 @@ from portattn.backends.triton.launch import interpreting  # noqa: E402
 module = host.kernels()
 
 
-def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, stages=2, qs=2, turns=True, programs=3, strip=3):
+def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, stages=2, qs=2, turns=True, programs=3, strip=3,
+        ahead=True):
     """(out, lse) of the kernel, tensors as calls.py would pass them; cu: (cu_seqlens_q, cu_seqlens_k)."""
     (*batch, tokens, heads_q, d), heads_kv = q.shape, k.shape[-2]
     group = heads_q // heads_kv
@@ -43,7 +45,7 @@ def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, sta
     rows = lambda t: t.reshape(*t.shape[:-2], heads_kv * d)
     pointer = lambda x: None if x is None else host.Pointer(x)
     host.launch(
-        module.attend_hopper, min(programs, blocks), q_desc=host.Descriptor(q, [*ones, 64 // pack, pack, d]),
+        module.attend_hopper, min(programs, blocks), ahead=ahead, q_desc=host.Descriptor(q, [*ones, 64 // pack, pack, d]),
         k_desc=host.Descriptor(rows(k), [*ones, bn, d]), v_desc=host.Descriptor(rows(v), [*ones, bn, d]), out=host.Pointer(out),
         lse=host.Pointer(lse), used_k=pointer(used), cu_q=pointer(cu and cu[0]), cu_k=pointer(cu and cu[1]), sinks=pointer(sinks),
         counters=host.Pointer(counters), scale=host.tensor(np.float32(d**-0.5)), window_left=host.tensor(left),
@@ -75,13 +77,13 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-@pytest.mark.parametrize("sink", [False, True])
-def test_dense_attention_is_right(name, sink):
+@pytest.mark.parametrize(("sink", "ahead"), [(False, True), (True, False)])
+def test_dense_attention_is_right(name, sink, ahead):
     batch, sq, sk, heads_q, heads_kv, d, causal, window, options = DENSE[name]
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal(s).astype(np.float16) for s in ((batch, sq, heads_q, d), *[(batch, sk, heads_kv, d)] * 2))
     sinks = rng.standard_normal(heads_q).astype(np.float32) if sink else None
-    out, lse = run(q, k, v, causal, window, sinks, **options)
+    out, lse = run(q, k, v, causal, window, sinks, ahead=ahead, **options)
     t = torch.from_numpy
     want, want_lse = reference.attention(t(q), t(k), t(v), causal=causal, window_size=window, sinks=t(sinks) if sink else None)
     close(out, want, 4e-3)
@@ -101,13 +103,51 @@ def test_ragged_sequences_see_nothing_of_their_neighbours(used, heads_q, heads_k
         k[cu[1][b] + n : cu[1][b + 1]] = v[cu[1][b] + n : cu[1][b + 1]] = np.nan
     k[cu[1][-1] :] = v[cu[1][-1] :] = np.nan
     used = None if used is None else np.array(used, np.int32)
-    out, lse = run(q, k, v, True, (-1, -1), None, cu=cu, used=used, **options)
+    out, lse = run(q, k, v, True, (-1, -1), None, cu=cu, used=used, ahead=used is None, **options)
     t = torch.from_numpy
     want, want_lse = reference.attention_varlen(t(q), t(k), t(v), t(cu[0]), t(cu[1]), causal=True,
                                                 seqused_k=None if used is None else t(used))
     close(out[: cu[0][-1]], want[: cu[0][-1]], 4e-3)
     close(lse[: cu[0][-1]], want_lse[: cu[0][-1]], 1e-4)
     assert np.isnan(out[cu[0][-1] :]).all()
+
+
+LOOP_END = "                acc, p, den, shrink, top = warpgroup_mma_wait(0, deps=[o, p, den, shrink, top])\n                sync()\n"
+V_FREE = "                mbarrier.arrive(v_empty.index(v_slot), count=1)\n"
+SCORES_END, K_FREE = "    s = warpgroup_mma_wait(1, deps=[s])\n    sync()\n", "    mbarrier.arrive(k_empty.index(slot), count=1)\n"
+RECORD = "".join(f"        {name} = read(records, r_slot, {i})\n" for i, name in enumerate(
+    ("b", "head", "row0", "q_first", "len_q", "len_k", "lo", "full_lo", "full_hi"), 1)) + "        sync()\n"
+RECORD_FREE = "        mbarrier.arrive(r_empty.index(r_slot), count=1)\n"
+FAULTS = {  # (what stands in hopper.py, what is planted)
+    "a slot of V is free before its matmul has read it": (LOOP_END + V_FREE, V_FREE + LOOP_END),
+    "a slot of K is free before its matmul has read it": (SCORES_END + K_FREE, K_FREE + SCORES_END),
+    "a record is free before it is read": (RECORD + RECORD_FREE, RECORD_FREE + RECORD),
+    "nobody waits for K": ("    mbarrier.wait(k_full.index(slot), phase)\n", ""),
+    "nobody waits for V": ("mbarrier.wait(v_full.index(v_slot), v_phase", "mbarrier.wait(v_full.index(v_slot), v_phase ^ 1"),
+    "nobody waits for Q": ("            mbarrier.wait(q_full.index(w * QS + q_slot), q_phase)\n", ""),
+    "a slot of V is never free": (LOOP_END + V_FREE, LOOP_END),
+    "a turn is never over": ("        mbarrier.arrive(turn.index((w + 1) % NC), count=1)\n", "        pass\n"),
+    "the producer waits for no free slot of K": ("                mbarrier.wait(k_empty.index(slot), phase ^ 1)\n", ""),
+    "the producer waits for no free slot of Q": ("                mbarrier.wait(q_empty.index(w * QS + q_slot), q_phase ^ 1)\n", ""),
+    "the producer expects too few bytes": ("mbarrier.expect(v_full.index(slot), BN * D * 2)", "mbarrier.expect(v_full.index(slot), BN * D)"),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_the_emulation_sees_planted_faults(fault, monkeypatch):
+    source = host.SOURCE.read_text(encoding="utf-8")
+    if fault:
+        right, wrong = FAULTS[fault]
+        assert right in source
+        source = source.replace(right, wrong)
+    monkeypatch.setitem(globals(), "module", host.kernels(source))
+    rng = np.random.default_rng(1)
+    with pytest.raises((AssertionError, host.Stuck)) if fault else contextlib.nullcontext():
+        for ahead, keys, stages in ((True, 600, 2), (False, 600, 2), (True, 60, 8)):  # few keys: the producer is ahead by blocks of rows
+            q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float16) for n in (600, keys, keys))
+            out, _ = run(q, k, v, False, (-1, -1), None, programs=1, stages=stages, ahead=ahead)
+            assert np.isfinite(out).all()
+            close(out, reference.attention(*map(torch.from_numpy, (q, k, v)))[0], 4e-3)
 
 
 SHAPES = {
@@ -134,6 +174,7 @@ def test_softmax_runs_between_the_waits_for_scores_and_for_output(name, tmp_path
         assert kernel.metadata.shared <= 227 * 1024
         assert "wgmma.mma_async" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
         assert spills(kernel, "sm_90", tmp_path) <= 512  # bytes a thread, for what is kept across a block of rows
+        cuda_13 = int(re.search(r"\.version (\d)", kernel.asm["ptx"])[1]) > 8
         cubin = tmp_path / "kernel.cubin"
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
         sass = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
@@ -144,8 +185,9 @@ def test_softmax_runs_between_the_waits_for_scores_and_for_output(name, tmp_path
             exps = [m.start() for m in re.finditer(r"MUFU\.EX2", loop)]
             assert len(exps) > config.bn // 2 and all(scores < e < output for e in exps)
             assert loop.rindex("HGMMA") < scores
-            # of some 600 instructions: some masks are reloaded, how many differs between compilations of the same source
-            assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= 160
+            # Of some 600 instructions. Three groups have 160 registers a thread: enough for the ptxas of CUDA 12 (Triton 3.6), not
+            # for that of CUDA 13 (Triton 3.9). One compiler makes the same code of the same source every time.
+            assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= (70 if config.groups == 3 and cuda_13 else 0)
 
 
 @pytest.mark.aot
