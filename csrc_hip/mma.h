@@ -16,6 +16,7 @@
 // each other: pairs share a word, and the rows of a wave's lane groups lie in different banks.
 #pragma once
 
+#include <fp8.h>
 #include <warp.h>  // in angle brackets: tests/simt compiles this file with its own vendor.h in front
 
 namespace portattn {

@@ -52,6 +52,14 @@ PA_DEVICE i64 uniform(i64 x) {
   const u32 lo = __builtin_amdgcn_readfirstlane(static_cast<int>(x)), hi = __builtin_amdgcn_readfirstlane(static_cast<int>(x >> 32));
   return static_cast<i64>(static_cast<u64>(hi) << 32 | lo);
 }
+template <class V>
+PA_DEVICE V uniform(const V& value) {
+  static_assert(sizeof(V) % 4 == 0, "it is moved word by word");
+  struct Words { int of[sizeof(V) / 4]; } words = __builtin_bit_cast(Words, value);
+#pragma unroll
+  for (int& word : words.of) word = uniform(word);
+  return __builtin_bit_cast(V, words);
+}
 
 PA_DEVICE void block_sync() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -97,13 +105,20 @@ template <class T>
 PA_DEVICE T* in_global(T* p) {
   return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<u64>(p);
 }
-// The kernel's only argument, read anew from here on: a loop that keeps all of it has no scalar registers left.
+// The kernel's only argument, read anew from here on: a loop that keeps all of it has no scalar registers left. A loop
+// that asks again and again holds one Params, for it is one pointer.
 template <class P>
-PA_DEVICE const P& anew(const P&) {
-  auto* params = (const __attribute__((address_space(4))) P*)__builtin_amdgcn_kernarg_segment_ptr();
-  asm volatile("" : "+s"(params));
-  return *(const P*)params;
-}
+struct Params {
+  const __attribute__((address_space(4))) P* at = (const __attribute__((address_space(4))) P*)__builtin_amdgcn_kernarg_segment_ptr();
+  PA_DEVICE const P& anew() {
+    asm volatile("" : "+s"(at));
+    return *(const P*)at;
+  }
+};
+template <class P>
+PA_DEVICE Params<P> params_of(const P&) { return {}; }
+template <class P>
+PA_DEVICE const P& anew(const P& p) { return params_of(p).anew(); }
 
 // ---- between blocks
 
@@ -165,6 +180,35 @@ PA_DEVICE u32 pack2<bf16>(float lo, float hi) {
   return __builtin_bit_cast(u32, p);
 #else
   return __builtin_amdgcn_perm(rounded_to_bf16(hi), rounded_to_bf16(lo), 0x07060302u);
+#endif
+}
+
+// Of values that need no rounding.
+template <class T>
+PA_DEVICE u32 pack2_exact(float lo, float hi);
+template <>
+PA_DEVICE u32 pack2_exact<f16>(float lo, float hi) { return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_pkrtz(lo, hi)); }
+template <>
+PA_DEVICE u32 pack2_exact<bf16>(float lo, float hi) { return __builtin_amdgcn_perm(float_bits(hi), float_bits(lo), 0x07060302u); }
+
+// What the device converts of 8-bit floats: gfx942 the fnuz formats, gfx950 and gfx12 OCP's, gfx90a and gfx11 none.
+#if defined(__gfx942__)
+constexpr bool kConvertsFnuz = true, kConvertsOcp = false;
+#elif defined(__gfx950__) || defined(__GFX12__)
+constexpr bool kConvertsFnuz = false, kConvertsOcp = true;
+#else
+constexpr bool kConvertsFnuz = false, kConvertsOcp = false;
+#endif
+// Two of four 8-bit floats, those of 3 mantissa bits (e4m3) or of 2 (e5m2).
+template <int kMantissa, bool kHigh>
+PA_DEVICE void convert_two(u32 four, float (&x)[2]) {
+#if defined(__gfx942__) || defined(__gfx950__) || defined(__GFX12__)
+  typedef float Two __attribute__((ext_vector_type(2)));
+  Two y;
+  if constexpr (kMantissa == 3) y = __builtin_amdgcn_cvt_pk_f32_fp8(four, kHigh);
+  else y = __builtin_amdgcn_cvt_pk_f32_bf8(four, kHigh);
+  x[0] = y[0];
+  x[1] = y[1];
 #endif
 }
 

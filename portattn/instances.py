@@ -101,7 +101,8 @@ def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
     turned = stages > 1 and dim * kv_bytes % 128 == 0
     stage, tile = 2 * 16 * (dim * kv_bytes + (0 if turned else 16)), 2 * 16 * (dim + 8) * 2
     wave = tile if stages == 1 else stages * stage + (tile if kv_bytes == 1 else 0)
-    return waves * wave + TILE_ROWS * (dim + 8) * 2 + 2 * waves * TILE_ROWS * 4 + 4 * 34 + 4
+    ends = 112 if stages == 1 else 0
+    return waves * (wave + ends) + TILE_ROWS * (dim + 8) * 2 + 2 * waves * TILE_ROWS * 4 + 4 * 34 + 4
 
 
 def decode_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:

@@ -60,7 +60,6 @@ class Resources(NamedTuple):
     """What a kernel takes, and how many waves a SIMD can then hold."""
 
     vgpr: int
-    sgpr_spills: int
     lds: int
     waves: float
 
@@ -73,7 +72,7 @@ def resources(arch: str, kernel: dict) -> Resources:
     by_registers = min(most, registers // (-(-vgpr // granule) * granule))
     block_waves = kernel[".max_flat_workgroup_size"] // wave
     by_lds = (lds_kib << 10) // lds * block_waves / 4 if lds else most  # four SIMDs share it
-    return Resources(vgpr, kernel[".sgpr_spill_count"], lds, min(by_registers, by_lds))
+    return Resources(vgpr, lds, min(by_registers, by_lds))
 
 
 def instructions(file: Path) -> list[str]:

@@ -7,14 +7,14 @@ from .test_objects import GFX, TABLE, chosen
 
 
 def main() -> None:
-    lines = ["# Registers (VGPR), scalar spills, LDS bytes and waves a SIMD of each instance; written by python -m tests.hip.record."]
+    lines = ["# Registers (VGPR), LDS bytes and waves a SIMD of each instance; written by python -m tests.hip.record."]
     for arch in GFX:
         if reason := objects.missing(arch):
             raise SystemExit(reason)
         lines.append(f"{arch}:")
         for instance in chosen(arch):
             r = objects.resources(arch, objects.metadata(objects.made(arch, instance)))
-            lines.append(f"  {instance}: {{vgpr: {r.vgpr}, sgpr_spills: {r.sgpr_spills}, lds: {r.lds}, waves: {r.waves}}}")
+            lines.append(f"  {instance}: {{vgpr: {r.vgpr}, lds: {r.lds}, waves: {r.waves}}}")
     TABLE.write_text("\n".join(lines) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Finished code objects for every AMD architecture: they compile with no ROCm, fit, spill nothing to memory, take exactly
+"""Finished code objects for every AMD architecture: they compile with no ROCm, fit, spill nothing, take exactly
 what the launcher passes, and consist of the instructions that were meant. No AMD device is needed."""
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def made(arch: str, instance: Instance) -> Path:
 def test_an_object_fits_and_spills_nothing(arch, instance):
     kernel = objects.metadata(made(arch, instance))
     assert kernel["target"].split(":")[0] == arch, "no feature suffix: it runs whatever xnack and sramecc are"
-    assert kernel[".vgpr_spill_count"] == 0 and kernel[".private_segment_fixed_size"] == 0 and not kernel[".uses_dynamic_stack"]
+    assert kernel[".sgpr_spill_count"] == kernel[".vgpr_spill_count"] == 0
+    assert kernel[".private_segment_fixed_size"] == 0 and not kernel[".uses_dynamic_stack"]
     assert kernel[".group_segment_fixed_size"] <= 64 << 10
     assert kernel[".wavefront_size"] == limits_of(arch).wave
 
@@ -85,7 +86,6 @@ def test_no_instance_needs_more_than_the_table_says(arch, instance):
     assert known is not None, f"{instance} is not in {TABLE.name}"
     assert now.lds == known["lds"]
     assert now.waves >= known["waves"], f"{now.vgpr} registers leave {now.waves} waves a SIMD, {known['vgpr']} left {known['waves']}"
-    assert now.sgpr_spills <= known["sgpr_spills"] + 8, "scalar spills go to vector registers: a few are harmless, many are not"
 
 
 def test_the_table_names_only_instances_that_exist():
@@ -131,6 +131,15 @@ def test_prefill_is_made_of_the_instructions_meant(arch):
     else:
         assert found[MATRIX[arch][1]] == few + many
     assert not [x for x in found if x.startswith(("scratch_", "buffer_load", "buffer_store", "flat_"))]
+
+
+@pytest.mark.parametrize("arch, cache, uses", [("gfx942", "float8_e4m3fnuz", True), ("gfx942", "float8_e4m3fn", False), ("gfx1201", "float8_e4m3fn", True),
+                                               ("gfx1100", "float8_e4m3fn", False)])
+def test_keys_and_values_of_a_format_that_the_device_knows_are_converted_by_it(arch, cache, uses):
+    """gfx942 knows the fnuz formats, gfx12 OCP's; tests/isa/test_fp8.py has every code of every format."""
+    found = objects.mnemonics(made(arch, instances.decode_shape("float16", cache, 128, limits_of(arch)).instance))
+    pairs = sum(n for name, n in found.items() if name.startswith("v_cvt_pk_f32_fp8"))
+    assert pairs == 0 if not uses else pairs >= 2 * 2 * 16 * 128 // 4 // limits_of(arch).wave, "of keys and of values, four at a time"
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])

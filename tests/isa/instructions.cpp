@@ -27,6 +27,10 @@ u16 float_to_half(float x) {
   const int units = static_cast<int>(std::nearbyint(std::ldexp(a, -step)));
   return sign | static_cast<u16>(step == -24 ? units : units - 1024 + ((step + 25) << 10));
 }
+u16 float_to_half_towards_zero(float x) {
+  const u16 near = float_to_half(x);
+  return !std::isnan(x) && std::fabs(half_to_float(near)) > std::fabs(x) ? near - 1 : near;
+}
 float bf16_to_float(u16 h) { return as_float(static_cast<u32>(h) << 16); }
 u16 float_to_bf16(float x) {
   const u32 b = as_bits(x);
@@ -820,7 +824,9 @@ std::map<std::string, Handler> make() {
   OP("v_ldexp_f32", each_lane(m, i, [&](int l) { return as_bits(std::ldexp(as_float(source(m, i, 1, l)), static_cast<i32>(source(m, i, 2, l)))); }));
   OP("v_cvt_f16_f32", each_half(m, i, [&](int l) -> u32 { return float_to_half(as_float(source(m, i, 1, l))); }));
   OP("v_cvt_f32_f16", each_lane(m, i, [&](int l) { return as_bits(half_to_float(static_cast<u16>(half_source(m, i, 1, l)))); }));
-  OP("v_cvt_pkrtz_f16_f32", fail("rounding towards zero is nothing that portattn asks for"));
+  OP("v_cvt_pkrtz_f16_f32", each_lane(m, i, [&](int l) -> u32 {
+       return float_to_half_towards_zero(as_float(source(m, i, 1, l))) | static_cast<u32>(float_to_half_towards_zero(as_float(source(m, i, 2, l)))) << 16;
+     }));
   OP("v_cvt_pk_bf16_f32", each_lane(m, i, [&](int l) -> u32 {
        return float_to_bf16(as_float(source(m, i, 1, l))) | static_cast<u32>(float_to_bf16(as_float(source(m, i, 2, l)))) << 16;
      }));

@@ -102,6 +102,7 @@ _RENAMES = [  # gfx9's and gfx12's names of what the others have too
     (r"^(v_\w+)_num_(f\d\d)$", r"\1_\2"),
     (r"^v_mfma_f32_(\d+x\d+x\d+)(f16|bf16)(_1k)?$", r"v_mfma_f32_\1_\2"),
     (r"^global_atomic_add$", "global_atomic_add_u32"),
+    (r"^v_cvt_pk_rtz_f16_f32$", "v_cvt_pkrtz_f16_f32"),
     (r"^s_barrier_wait$", "s_barrier"),
     (r"^s_cmp_(eq|lg)_f32$", r"s_cmp_\1_f32"),
 ]

@@ -49,7 +49,13 @@ struct Decode {
     ScheduleShared schedule;
     int arrived;
   };
-  static constexpr int kSharedBytes = kWaves * kWaveBytes + kQBytes + static_cast<int>(sizeof(Small));
+  struct Ends {  // of a wave, with one stage: what only the ends of segments need
+    Cursor<kUnit, P> c;  // at the segment's begin
+    Deal dealt;
+    int worker;
+  };
+  static constexpr int kEndsBytes = kStaged ? kWaves * static_cast<int>(sizeof(Ends)) : 0;
+  static constexpr int kSharedBytes = kWaves * kWaveBytes + kQBytes + kEndsBytes + static_cast<int>(sizeof(Small));
 
   const P& p;
   u8* waves;  // of all waves
@@ -60,10 +66,11 @@ struct Decode {
 
   PA_DEVICE Decode(const P& params, u8* memory)
       : p(params), waves(memory), q_shared(reinterpret_cast<T*>(memory + kWaves * kWaveBytes)),
-        small(*reinterpret_cast<Small*>(memory + kWaves * kWaveBytes + kQBytes)), wave(warp::wave_index()), lane(warp::wave_lane()) {}
+        small(*reinterpret_cast<Small*>(memory + kWaves * kWaveBytes + kQBytes + kEndsBytes)), wave(warp::wave_index()), lane(warp::wave_lane()) {}
 
   PA_DEVICE u8* stage(int w, int i) const { return waves + w * kWaveBytes + i * kStageBytes; }
   PA_DEVICE T* widened(int w) const { return reinterpret_cast<T*>(waves + w * kWaveBytes + (kStaged ? 0 : kStages * kStageBytes)); }
+  PA_DEVICE Ends& ends() const { return reinterpret_cast<Ends*>(waves + kWaves * kWaveBytes + kQBytes)[wave]; }
   // Where a wave leaves its part of a finished tile: float32, kTileRows x kD.
   PA_DEVICE float* result(int w, int slot) const {
     return kWiden ? reinterpret_cast<float*>(widened(w)) : reinterpret_cast<float*>(stage(w, slot));
@@ -99,7 +106,6 @@ struct Decode {
       const int r = lane / kPieces, d = lane % kPieces * kEach, in_page = first & ((1 << p.page_shift) - 1);
       const C* k_from = k_base + page * p.k_batch + (in_page + r) * p.k_token + head * p.k_head + d;
       const C* v_from = v_base + page * p.v_batch + (in_page + r) * p.v_token + head * p.v_head + d;
-      C* to = k_to + r * kCachePitch + d;
       if (count >= kKeys) {
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token);
@@ -124,13 +130,11 @@ struct Decode {
         const C* k_from = k_base + base.k + r * p.k_token + d;
         const C* v_from = v_base + base.v + r * p.v_token + d;
         const int k_bytes = min_of(16, max_of(0, p.head_dim - d) * kSize), v_bytes = min_of(16, max_of(0, p.head_dim_v - d) * kSize);
-        C* to = k_to + r * kCachePitch + d;
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) {
           copy_async16(k_to + place(r + i * kRows, d), k_from, i * kRows < left ? k_bytes : 0);
           k_from += kRows * p.k_token;
         }
-        to += kKeys * kCachePitch;
 #pragma unroll
         for (int i = 0; i < kKeys / kRows; ++i) {
           copy_async16(v_to + place(r + i * kRows, d), v_from, i * kRows < left ? v_bytes : 0);
@@ -209,10 +213,7 @@ struct Decode {
       for (int half = 0; half < 2; ++half) {
         Bytes16 y;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const u32 pair = x.x[2 * half + e / 2] >> (16 * (e & 1));
-          y.x[e] = pack2<T>(to_float(C{static_cast<u8>(pair)}), to_float(C{static_cast<u8>(pair >> 8)}));
-        }
+        for (int w = 0; w < 2; ++w) widen4(C{}, T{}, x.x[2 * half + w], y.x[2 * w], y.x[2 * w + 1]);
         *reinterpret_cast<Bytes16*>(to + 8 * half) = y;
       }
     }
@@ -570,21 +571,24 @@ struct Decode {
   // ---- the whole of a worker's part
 
   // With one stage: it holds a unit's keys, then its values too; the next unit's wait in registers meanwhile. Nothing
-  // is fetched across the end of a segment: the place of the next one would need as many registers again.
+  // is fetched across the end of a segment: the place of the next one would need as many registers again. What only the
+  // ends of segments need waits in shared memory: scalar registers are few.
   struct Fetched {
     i64 page;
     Pieces keys, values;
   };
-  PA_DEVICE void turn(Cursor<kUnit, P>& c, State& st, Fetched& f, int worker) const {
+  // Of the cursor, `c` has what every unit needs; the rest of it is not read.
+  PA_DEVICE void turn(Cursor<kUnit, P>& c, bool& begins, State& st, Fetched& f) {
     const int first = c.key() + wave * kKeys;
-    const bool begins = c.unit == c.from, more = c.left > 1;
+    const bool more = c.left > 1;
     if (begins) f.page = uniform(look_up(c, first));
     if (begins || kAhead == 0) fetch<false>(c, first, f.page, f.keys);
     if (begins && kAhead == 2) fetch<true>(c, first, f.page, f.values);
     if (begins) {
-      load_q<T, kD, kTileRows, kThreads>(p, c.s, c.b, c.head_kv, c.first_row, q_shared, kPitch);
+      const Cursor<kUnit, P> segment = uniform(ends().c);
+      load_q<T, kD, kTileRows, kThreads>(p, segment.s, segment.b, segment.head_kv, segment.first_row, q_shared, kPitch);
       block_sync();
-      begin(c, st);
+      begin(segment, st);
     }
     land<false>(c, first, f.keys);
     if constexpr (kParts == 2) {
@@ -608,22 +612,49 @@ struct Decode {
       warp::wave_sync();
     });
     warp::wave_sync();  // before the stage is filled again
-    if (!more) {
-      finish_segment(c, st, 0, worker);
-      clear(st);
-    }
+    ++c.unit;
+    --c.left;
+    begins = !more;
+  }
+  // After a segment's last unit.
+  PA_DEVICE void end_segment(State& st) {
+    const Ends known = uniform(ends());
+    Cursor<kUnit, P> c = known.c;
+    dealt = known.dealt;
+    c.skip(c.left - 1);
+    finish_segment(c, st, 0, known.worker);
+    clear(st);
+  }
+  // The cursor at the next one.
+  PA_DEVICE Cursor<kUnit, P> next_segment() const {
+    Cursor<kUnit, P> c = uniform(ends().c);
+    warp::wave_sync();  // before it is overwritten
+    c.skip(c.left - 1);
     c.next(p);
+    ends().c = c;
+    warp::wave_sync();
+    return c;
   }
   PA_DEVICE void run_staged(Cursor<kUnit, P> c, int worker) const {
     State st;
     clear(st);
     Fetched f;
+    ends() = {c, dealt, worker};
+    warp::wave_sync();
+    auto params = params_of(p);
+    bool begins = true;
     while (!c.done()) {
-      Decode now(anew(p), waves);
-      now.lane = anew(lane);
-      now.dealt = dealt;
-      now.turn(c, st, f, worker);
+      at(params.anew()).turn(c, begins, st, f);
+      if (!begins) continue;
+      at(params.anew()).end_segment(st);
+      c = at(params.anew()).next_segment();
     }
+  }
+  // The same place with params that were read anew.
+  PA_DEVICE Decode at(const P& params) const {
+    Decode now(params, waves);
+    now.lane = anew(lane);
+    return now;
   }
 
   PA_DEVICE void run(int line, int worker, bool tiled_elsewhere) {

@@ -98,9 +98,9 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN> {
   static PA_DEVICE Bytes16 widened(const Eight& x) {
     Bytes16 y;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if constexpr (sizeof(C) == sizeof(T)) y.x[e] = x.x[e];
-      else y.x[e] = widen2<T, C>(x.x[e / 2] >> (16 * (e & 1)));
+    for (int w = 0; w < 2 * kSize; ++w) {
+      if constexpr (sizeof(C) == sizeof(T)) y.x[w] = x.x[w];
+      else widen4(C{}, T{}, x.x[w], y.x[2 * w], y.x[2 * w + 1]);
     }
     return y;
   }
@@ -269,10 +269,11 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN> {
       block_sync();  // before the stage takes q's place
     }
     this->enter(t, st);
+    auto params = params_of(p);
 #pragma unroll 1
-    for (int block = t.first; block < t.last; ++block) StagedPrefill(anew(p), this->stages, this->queue).turn(t, block, st, pages, k);
+    for (int block = t.first; block < t.last; ++block) StagedPrefill(params.anew(), this->stages, this->queue).turn(t, block, st, pages, k);
     block_sync();  // the stage's place is q's again
-    StagedPrefill(anew(p), this->stages, this->queue).write(t, st);
+    StagedPrefill(params.anew(), this->stages, this->queue).write(t, st);
     block_sync();  // before the next tile's q
   }
 };

@@ -120,6 +120,12 @@ struct Cursor {
     }
     enter_segment();
   }
+  // Over units of this segment that are not its last.
+  PA_DEVICE void skip(int units) {
+    at += units;
+    unit += units;
+    left -= units;
+  }
   PA_DEVICE void next(const P& p) {
     ++at;
     ++unit;

@@ -102,10 +102,6 @@ PA_DEVICE Bytes16 widen8(const Bytes8& from) {
   return to;
 }
 
-// Two 8-bit floats, the low 16 bits of a word, in 16 bits each.
-template <class T, class C>
-PA_DEVICE u32 widen2(u32 two) { return pack2<T>(to_float(C{static_cast<u8>(two)}), to_float(C{static_cast<u8>(two >> 8)})); }
-
 // Rounds to nearest even and saturates; NaN stays NaN.
 template <class C>
 PA_DEVICE C float_to_fp8(float x) {

@@ -11,6 +11,18 @@ constexpr int kWaveLanes = SIMT_WAVE;
 static_assert(kWaveLanes == (SIMT_GFX == 9 ? 64 : 32), "gfx9 has waves of 64 lanes, the others of 32");
 
 inline void schedule_fence() {}
+template <class P>
+struct Params {
+  const P& p;
+  const P& anew() const { return p; }
+};
+template <class P>
+inline Params<P> params_of(const P& p) { return {p}; }
+template <class T>
+inline u32 pack2_exact(float lo, float hi) { return pack2<T>(lo, hi); }
+constexpr bool kConvertsFnuz = false, kConvertsOcp = false;  // tests/isa runs the instructions
+template <int kMantissa, bool kHigh>
+inline void convert_two(u32, float (&)[2]) {}
 inline int thread_kept() { return thread_x(); }
 inline simt::Group& simt_wave() { return simt::block()->waves[thread_x() / kWaveLanes]; }
 inline void wave_fence(SIMT_HERE) { simt::meet(simt_wave(), here); }
