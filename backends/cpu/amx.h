@@ -7,6 +7,9 @@
 
 namespace pa {
 
+constexpr int kTileKeys = 256;      // keys of a block: sums of out go to memory and back once for each
+constexpr int kTileRowsAtOnce = 32;  // rows whose scores of a block stay in the first cache: 32 KB
+
 #if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(PA_EMULATED_AMX)
 constexpr bool kTiles = true;
 static_assert(kPanel == 32, "a panel is two tiles wide");

@@ -166,10 +166,14 @@ void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& 
   }
 }
 
+int64_t query_at(const Plan& p, const Tile& t, int64_t head, int64_t r) {
+  return token(p.s.q, p.s, t.seq, t.b, t.first + r / p.group, head * p.group + r % p.group);
+}
+
 // A row of q, turned if the call says so; `x` has room for whole vectors of pairs.
 void load_query(const Plan& p, const Tile& t, int64_t head, int64_t r, float* x) {
   const Shape& s = p.s;
-  const int64_t i = t.first + r / p.group, at = token(s.q, s, t.seq, t.b, i, head * p.group + r % p.group);
+  const int64_t i = t.first + r / p.group, at = query_at(p, t, head, r);
   switch (s.q_type) {
     case kF32: widen<F32>(static_cast<const char*>(p.a.q) + at * 4, int(s.dim), x, nullptr); break;
     case kF16: widen<F16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), x, nullptr); break;
@@ -203,7 +207,7 @@ void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const floa
     const float both = sink > top ? sink : top, mine = both == top ? 1.0f : std::exp(top - both);
     const float total = sum * mine + (sink == -kInf ? 0.0f : std::exp(sink - both));
     factor = mine / total;
-    lse = both + std::log(total);
+    if (p.a.lse) lse = both + std::log(total);
   }
   if (p.a.lse) p.a.lse[(t.seq.row + i) * s.heads_q + head] = lse;
   const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, kv_head));
@@ -238,13 +242,13 @@ void merge(const Plan& p, const Tile& t, const float* states, Scratch& scratch) 
 void hand_over(const Plan& p, const Tile& t, int64_t split, const float* out, const Row* row, float* states) {
   const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel);
   if (t.splits == 1) {
-    for (int64_t r = 0; r < rows; r++) finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top, row[r].sum);
+    for (int64_t r = 0; r < rows; r++) finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top * kLn2, row[r].sum);
     return;
   }
   float* state = states + (t.state + split) * p.state_size;
   std::memcpy(state, out, size_t(rows * stride) * sizeof(float));
   float* last = state + rows * stride;
-  for (int64_t r = 0; r < rows; r++) last[2 * r] = row[r].top, last[2 * r + 1] = row[r].sum;
+  for (int64_t r = 0; r < rows; r++) last[2 * r] = row[r].top * kLn2, last[2 * r + 1] = row[r].sum;
 }
 
 Logit logit_of(const Plan& p, const Tile& t, int64_t head) {
@@ -296,8 +300,8 @@ void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t s
         if (seen.to <= seen.from) continue;
         kernel.scores[bunch - 1](k, k_ahead, q + r * q_places, int(kernel.pairs ? 2 * q_places : q_places), dim, score, p.a.values);
         float old[kBunch];
-        for (int i = 0; i < bunch; i++) old[i] = softmax(score + i * kKeys, first, row[r + i], logit);
-        if (kernel.pairs) to_bf16_row(score, bunch * kKeys, reinterpret_cast<uint16_t*>(pairs));
+        for (int i = 0; i < bunch; i++)
+          old[i] = softmax(score + i * kKeys, 0, kKeys, first, row[r + i], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + i * kKeys : nullptr);
         kernel.values[bunch - 1](v, v_ahead, seen.from, seen.to, kernel.pairs ? pairs : score, old, out + r * o_stride, int(o_stride), dim_v, p.a.values);
       }
     }
@@ -306,86 +310,114 @@ void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t s
   hand_over(p, t, split, out, row, states);
 }
 
+// Queries of a tile as the products take them, and what their rows see.
+Row* load_rows(const Plan& p, const Tile& t, bool pairs, float* q, int64_t q_places, float* wide, Scratch& scratch) {
+  const int rows = int(t.tokens * p.group);
+  scratch.rows.resize(size_t(rows));
+  for (int r = 0; r < rows; r++) {
+    float* to = q + r * q_places;
+    if (pairs && p.s.q_type == kBF16 && !p.a.cos) {
+      std::memcpy(to, static_cast<const uint16_t*>(p.a.q) + query_at(p, t, t.head, r), size_t(p.s.dim) * 2);
+    } else {
+      load_query(p, t, t.head, r, pairs ? wide : to);
+      if (pairs) to_bf16_row(wide, int(p.s.dim), reinterpret_cast<uint16_t*>(to));
+    }
+    scratch.rows[size_t(r)] = make_row(p, t, t.head, r);
+  }
+  return scratch.rows.data();
+}
+
 void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
   const Shape& s = p.s;
   const Kernels& kernel = kernels(s.kv_type);
-  const bool tiles = kTiles && kernel.pairs;
-  const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), bunch = tiles ? 16 : kRows, padded = int(up(rows, bunch));
+  const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), padded = int(up(rows, kRows));
   const int depth = kernel.pairs ? 2 : 1, places = kernel.places(dim);
   const int64_t q_places = up(dim, kWide) / depth + kLanes, o_stride = up(dim_v, kPanel);  // kLanes more: rows not a power of two apart
   const int64_t q_size = up(padded * q_places, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kKeys, p_size = kernel.pairs ? s_size / 2 : 0;
-  const int64_t k_size = int64_t(kKeys) * places, v_size = kKeys / depth * o_stride, wide_size = 8 * up(dim, 16);
+  const int64_t k_size = int64_t(kKeys) * places, v_size = kKeys / depth * o_stride, wide_size = kTurn * up(dim, 16);
   float* q = scratch.take(q_size + o_size + s_size + p_size + k_size + v_size + wide_size + up(padded, 16));
   float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *keys = pairs + p_size, *values = keys + k_size, *wide = values + v_size;
   float *old = wide + wide_size, *weights = kernel.pairs ? pairs : score;
   const int64_t w_stride = kKeys / depth;
   std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
-  scratch.rows.resize(size_t(rows));
-  Row* row = scratch.rows.data();
-  for (int r = 0; r < rows; r++) {
-    float* to = q + r * q_places;
-    load_query(p, t, t.head, r, kernel.pairs ? wide : to);
-    if (kernel.pairs) to_bf16_row(wide, dim, reinterpret_cast<uint16_t*>(to));
-    row[r] = make_row(p, t, t.head, r);
-  }
+  Row* row = load_rows(p, t, kernel.pairs, q, q_places, wide, scratch);
   for (int r = rows; r < padded; r++) old[r] = 0;
-  std::memset(score + rows * kKeys, 0, size_t(padded - rows) * kKeys * sizeof(float));
+  std::memset(weights + rows * w_stride, 0, size_t((padded - rows) * w_stride) * sizeof(float));
   const Logit logit = logit_of(p, t, t.head);
 
   Block block;
   for (int64_t first = begin; first < end; first += kKeys) {
     find_keys(p, t, first, end, block);
     kernel.keys_to_panels({block.k, 0, block.n}, dim, keys, wide, p.a.values);
-    kernel.values_to_panels({block.v, 0, block.n}, dim_v, values, p.a.values);
-    if (tiles) {
-      [[maybe_unused]] const TileUnit unit;
-      for (int c = 0; c < kKeys; c += kPanel)
-        for (int r = 0; r < padded; r += 32) {
-          const Seen seen(row + r, std::min(32, rows - r), first, block.n);
-          if (c < seen.to && c + kPanel > seen.from)
-            tile_product(std::min(32, padded - r), q + r * q_places, q_places * 4, keys + int64_t(c) * places, places / 16, score + r * kKeys + c,
-                         kKeys * 4, false);
-        }
-    } else {
-      for (int c = 0; c < kKeys; c += kPanel)
-        for (int r = 0; r < padded; r += kRows) {
-          const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
-          if (c < seen.to && c + kPanel > seen.from)
-            kernel.product(q + r * q_places, q_places, keys + int64_t(c) * places, places, score + r * kKeys + c, kKeys, nullptr);
-        }
-    }
-    for (int r = 0; r < rows; r++) old[r] = softmax(score + r * kKeys, first, row[r], logit);
-    if (kernel.pairs) to_bf16_row(score, padded * kKeys, reinterpret_cast<uint16_t*>(pairs));
-    if (tiles) {
-      for (int r = 0; r < rows; r++)
-        if (old[r] != 1.0f)
-          for (int64_t d = 0; d < o_stride; d += kLanes) store(out + r * o_stride + d, load(out + r * o_stride + d) * old[r]);
-      [[maybe_unused]] const TileUnit unit;
-      for (int c = 0; c < dim_v; c += kPanel)
-        for (int r = 0; r < padded; r += 32) {
-          const Seen seen(row + r, std::min(32, rows - r), first, block.n);
-          const int from = seen.from / 32, to = (seen.to + 31) / 32;
-          if (to > from)
-            tile_product(std::min(32, padded - r), weights + r * w_stride + from * 16, w_stride * 4, values + c * w_stride + from * 16 * kPanel, to - from,
-                         out + r * o_stride + c, o_stride * 4, true);
-        }
-    } else {
-      for (int c = 0; c < dim_v; c += kPanel)
-        for (int r = 0; r < padded; r += kRows) {
-          const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
-          const int from = seen.from / depth, to = (seen.to + depth - 1) / depth;
-          if (seen.to > seen.from)
-            kernel.product(weights + r * w_stride + from, w_stride, values + c * w_stride + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
-        }
-    }
+    kernel.values_to_panels({block.v, 0, block.n}, dim_v, values, kKeys / depth, p.a.values);
+    for (int c = 0; c < kKeys; c += kPanel)
+      for (int r = 0; r < padded; r += kRows) {
+        const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
+        if (c < seen.to && c + kPanel > seen.from)
+          kernel.product(q + r * q_places, q_places, keys + int64_t(c) * places, places, score + r * kKeys + c, kKeys, nullptr);
+      }
+    for (int r = 0; r < rows; r++)
+      old[r] = softmax(score + r * kKeys, 0, kKeys, first, row[r], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kKeys : nullptr);
+    for (int c = 0; c < dim_v; c += kPanel)
+      for (int r = 0; r < padded; r += kRows) {
+        const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
+        const int from = seen.from / depth, to = (seen.to + depth - 1) / depth;
+        if (seen.to > seen.from)
+          kernel.product(weights + r * w_stride + from, w_stride, values + c * w_stride + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
+      }
   }
   if (kernel.pairs) restore(out, padded * o_stride);
   hand_over(p, t, split, out, row, states);
 }
 
+// As run_many, in AMX's tiles: a longer block of keys, gone through by 32 rows, whose scores then stay in the first cache.
+void run_tiles(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
+  const Shape& s = p.s;
+  const Kernels& kernel = kernels(s.kv_type);
+  const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), padded = int(up(rows, 16)), places = kernel.places(dim);
+  const int64_t q_places = up(dim, kWide) / 2 + kLanes, o_stride = up(dim_v, kPanel);
+  const int64_t q_size = padded * q_places, o_size = padded * o_stride, s_size = kTileRowsAtOnce * kTileKeys, p_size = s_size / 2;
+  const int64_t k_size = int64_t(kTileKeys) * places, v_size = kTileKeys / 2 * o_stride;
+  float* q = scratch.take(q_size + o_size + s_size + p_size + k_size + v_size + kTurn * up(dim, kWide));
+  float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *keys = pairs + p_size, *values = keys + k_size, *wide = values + v_size;
+  std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
+  std::memset(pairs, 0, size_t(p_size) * sizeof(float));
+  Row* row = load_rows(p, t, true, q, q_places, wide, scratch);
+  const Logit logit = logit_of(p, t, t.head);
+  [[maybe_unused]] const TileUnit unit;
+
+  Block block;
+  for (int64_t first = begin; first < end; first += kTileKeys) {
+    const int n = int(std::min<int64_t>(kTileKeys, end - first));
+    for (int j = 0; j < n; j += kKeys) {
+      find_keys(p, t, first + j, end, block);
+      kernel.keys_to_panels({block.k, 0, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
+      kernel.values_to_panels({block.v, 0, block.n}, dim_v, values + j / 2 * kPanel, kTileKeys / 2, p.a.values);
+    }
+    for (int r = 0; r < padded; r += kTileRowsAtOnce) {
+      const int count = std::min(kTileRowsAtOnce, rows - r), high = std::min(kTileRowsAtOnce, padded - r);
+      const Seen seen(row + r, count, first, n);
+      if (seen.to <= seen.from) continue;
+      const int from = seen.from / kPanel * kPanel, to = int(up(seen.to, kPanel));
+      for (int c = from; c < to; c += kPanel)
+        tile_product(high, q + r * q_places, q_places * 4, keys + int64_t(c) * places, places / 16, score + c, kTileKeys * 4, false);
+      for (int i = 0; i < count; i++) {
+        const float old = softmax(score + i * kTileKeys, from, to, first, row[r + i], logit, reinterpret_cast<uint16_t*>(pairs) + i * kTileKeys);
+        if (old != 1.0f)
+          for (float *x = out + (r + i) * o_stride, *stop = x + o_stride; x < stop; x += kLanes) store(x, load(x) * old);
+      }
+      for (int c = 0; c < dim_v; c += kPanel)
+        tile_product(high, pairs + from / 2, kTileKeys * 2, values + c * (kTileKeys / 2) + from / 2 * kPanel, (to - from) / 32, out + r * o_stride + c,
+                     o_stride * 4, true);
+    }
+  }
+  restore(out, padded * o_stride);
+  hand_over(p, t, split, out, row, states);
+}
+
 void run_unit(const Plan& p, const Tile& t, int64_t split, float* states, Scratch& scratch) {
   const int64_t begin = (p.s.invariant ? t.lo / t.step * t.step : t.lo) + split * t.step;
-  const auto run = is_few(p, t.seq, t.tokens) ? run_few : run_many;
+  const auto run = is_few(p, t.seq, t.tokens) ? run_few : kTiles && kernels(p.s.kv_type).pairs ? run_tiles : run_many;
   run(p, t, std::max(begin, t.lo), std::min(begin + t.step, t.hi), split, states, scratch);
 }
 

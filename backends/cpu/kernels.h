@@ -19,7 +19,7 @@ struct Kernels {
   void (*restore)(float* out, int64_t n);
   // many rows
   void (*keys_to_panels)(const Rows& block, int dim, float* to, float* wide, const float* table);
-  void (*values_to_panels)(const Rows& block, int dim, float* to, const float* table);
+  void (*values_to_panels)(const Rows& block, int dim, float* to, int height, const float* table);
   void (*product)(const float* a, int64_t a_stride, const float* b, int n, float* c, int64_t c_stride, const float* old);
   int (*places)(int dim);
 };

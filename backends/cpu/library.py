@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -27,7 +26,7 @@ from portattn.errors import KernelError
 
 from . import sets
 
-_PREBUILT = os.path.join(os.path.dirname(codeobjects.__file__), "kernels", "cpu")
+_PREBUILT = codeobjects.prebuilt_folder("cpu")
 _NOT_RUN = ("neon_bf16",)  # on no CPU that has it, only emulated: PORTATTN_CPU_ISA selects it
 _refused: set[str] = set()  # by the compiler of this machine
 _lock = threading.Lock()
@@ -99,42 +98,15 @@ def _compiler() -> list[str] | None:
     return None
 
 
-def _read(path: str) -> bytes:
-    with open(path, "rb") as f:
-        return f.read()
-
-
 @functools.lru_cache(maxsize=None)
 def _prebuilt_index() -> dict:
-    """kernels/cpu/index.json of the wheel: {"source": hash, "objects": {"linux-x86_64": {isa: {"file", "sha256"}}}}."""
-    path = os.path.join(_PREBUILT, "index.json")
-    try:
-        index = json.loads(_read(path))
-    except OSError:
-        return {}
-    except ValueError as exc:
-        codeobjects._note(path, f"{path} is not JSON: {exc}")
-        return {}
-    if index.get("source") != sets.source_hash():
-        codeobjects._note(path, "the prebuilt CPU kernels are of other sources than those beside them and are not used")
-        return {}
-    return index.get("objects", {}).get(sets.system(), {})
+    """kernels/cpu/index.json of the wheel, of this system: {isa: {"file", "sha256"}}."""
+    return codeobjects.read_index(_PREBUILT, "CPU", sets.source_hash()).get(sets.system(), {})
 
 
 @functools.lru_cache(maxsize=None)
 def _prebuilt(isa: str) -> bytes | None:
-    if (entry := _prebuilt_index().get(isa)) is None:
-        return None
-    path = os.path.join(_PREBUILT, entry["file"])
-    try:
-        image = _read(path)
-    except OSError as exc:
-        codeobjects._note(path, f"{path}: {exc.strerror}")
-        return None
-    if hashlib.sha256(image).hexdigest() != entry["sha256"]:
-        codeobjects._note(path, f"{path}: its hash is not the index's; it is not used")
-        return None
-    return image
+    return codeobjects.read_prebuilt(_PREBUILT, _prebuilt_index().get(isa))
 
 
 def _key(isa: str, compiler: tuple[str, ...]) -> str:
@@ -160,7 +132,8 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
                 raise KernelError(f"{compiler[0]} cannot compile the CPU kernels: {exc}") from None
             if done.returncode or not os.path.exists(target):
                 raise KernelError(f"{compiler[0]} cannot compile the CPU kernels for {isa}:\n{done.stderr.strip()[:2000]}")
-            return _read(target)
+            with open(target, "rb") as f:
+                return f.read()
     finally:
         if told:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -168,7 +141,7 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
 
 def _open(image: bytes) -> ctypes.CDLL:
     """A library from bytes that were checked: in a file of our own that is gone once it is mapped, so nobody can swap it."""
-    with tempfile.TemporaryDirectory(dir=codeobjects._cache_folder(create=False)) as folder:
+    with tempfile.TemporaryDirectory(dir=codeobjects.cache_folder(create=False)) as folder:
         path = os.path.join(folder, "attention.so")
         with open(path, "wb") as f:
             f.write(image)
@@ -184,10 +157,10 @@ def _load(isa: str, compiler: tuple[str, ...] | None) -> ctypes.CDLL:
     if compiler is None:
         return _open(_prebuilt(isa))
     name = _key(isa, compiler)
-    image = codeobjects._cached(name)
+    image = codeobjects.cached(name)
     if image is None:
         image = _compile(isa, compiler)
-        codeobjects._keep(name, image)
+        codeobjects.keep(name, image)
     return _open(image)
 
 
@@ -221,7 +194,7 @@ def library() -> ctypes.CDLL:
                 if _forced() or isa == able()[0]:
                     raise
                 _refused.add(isa)  # a compiler older than the CPU: the next best serves
-                codeobjects._note(isa, f"{exc}; {chosen()} serves")
+                codeobjects.note(isa, f"{exc}; {chosen()} serves")
 
 
 def identity() -> str:

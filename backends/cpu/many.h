@@ -6,6 +6,7 @@
 // Cost: FMAs; packing a block is worth about 15 of its rows' products.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "amx.h"
@@ -13,7 +14,7 @@
 
 namespace pa {
 
-constexpr int kTileRows = kTiles ? 256 : kLanes == 16 ? 192 : 96;  // rows that a block is packed for; the faster the products, the more
+constexpr int kTileRows = kTiles ? 512 : kLanes == 16 ? 192 : 96;  // rows that a block is packed for; the faster the products, the more
 
 // Single and Double say what a product of two places is; rows of the left factor are whole places.
 struct Single {
@@ -46,25 +47,59 @@ inline void tile(const float* a, int64_t a_stride, const float* b, int n, float*
   for (int r = 0; r < kRows; r++) store(c + r * c_stride, x[r]), store(c + r * c_stride + kLanes, y[r]);
 }
 
-inline void transpose(const float* const from[8], float* to, int64_t to_stride) {  // 8 x 8 words
-#if defined(__AVX2__)
-  __m256 r[8], t[8];
-  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(from[i]);
-  for (int i = 0; i < 4; i++) t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-  for (int i = 0; i < 2; i++) {
-    const __m256 *a = t + 4 * i, *b = t + 4 * i + 2;
-    r[4 * i] = _mm256_shuffle_ps(a[0], b[0], 0x44), r[4 * i + 1] = _mm256_shuffle_ps(a[0], b[0], 0xee);
-    r[4 * i + 2] = _mm256_shuffle_ps(a[1], b[1], 0x44), r[4 * i + 3] = _mm256_shuffle_ps(a[1], b[1], 0xee);
+// Words [0, m) of kTurn rows to m rows of kTurn words. A null row is zeros, and so is what lies past `halves` 16-bit elements, which is not read.
+#if defined(__AVX512BW__)
+constexpr int kTurn = 16;
+inline void transpose(const char* const from[kTurn], int halves, float* to, int64_t to_stride, int m) {
+  const __mmask32 there = halves >= 32 ? ~0u : (1u << halves) - 1;
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = from[i] ? _mm512_maskz_loadu_epi16(there, from[i]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // r[i + c]: 128-bit lane l has word 4 l + c of rows i .. i + 3
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    const __m512i x = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), y = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    if (c < m) _mm512_storeu_si512(to + c * to_stride, _mm512_shuffle_i32x4(a, b, 0x88));
+    if (c + 4 < m) _mm512_storeu_si512(to + (c + 4) * to_stride, _mm512_shuffle_i32x4(x, y, 0x88));
+    if (c + 8 < m) _mm512_storeu_si512(to + (c + 8) * to_stride, _mm512_shuffle_i32x4(a, b, 0xdd));
+    if (c + 12 < m) _mm512_storeu_si512(to + (c + 12) * to_stride, _mm512_shuffle_i32x4(x, y, 0xdd));
   }
-#else
-  for (int j = 0; j < 8; j++)
-    for (int i = 0; i < 8; i++) std::memcpy(to + j * to_stride + i, reinterpret_cast<const char*>(from[i]) + 4 * j, 4);
-#endif
 }
+#else
+constexpr int kTurn = 8;
+inline void transpose(const char* const from[kTurn], int halves, float* to, int64_t to_stride, int m) {
+#if defined(__AVX2__)
+  if (halves >= 16 && m >= 8) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; i++) r[i] = from[i] ? _mm256_loadu_ps(reinterpret_cast<const float*>(from[i])) : _mm256_setzero_ps();
+    for (int i = 0; i < 4; i++) t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    for (int i = 0; i < 2; i++) {
+      const __m256 *a = t + 4 * i, *b = t + 4 * i + 2;
+      r[4 * i] = _mm256_shuffle_ps(a[0], b[0], 0x44), r[4 * i + 1] = _mm256_shuffle_ps(a[0], b[0], 0xee);
+      r[4 * i + 2] = _mm256_shuffle_ps(a[1], b[1], 0x44), r[4 * i + 3] = _mm256_shuffle_ps(a[1], b[1], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+      _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+      _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+    return;
+  }
+#endif
+  for (int j = 0; j < m; j++)
+    for (int i = 0; i < kTurn; i++) {
+      float word = 0;
+      if (from[i] && 2 * j < halves) std::memcpy(&word, from[i] + 4 * j, 2 * j + 1 < halves ? 4 : 2);
+      to[j * to_stride + i] = word;
+    }
+}
+#endif
 
 // Places of a K panel's column: with AMX whole tiles of 16.
 template <class D>
@@ -73,56 +108,38 @@ constexpr int places(int dim) {
   return kTiles && D::kDepth == 2 ? (n + 15) / 16 * 16 : n;
 }
 
-// K to panels; keys past n, and places past dim, are 0. `wide` holds 8 rows of up(4 dim, 64) bytes.
+// K to panels; keys past n, and places past dim, are 0. `wide` holds kTurn rows of up(4 dim, 64) bytes.
 template <class E, class D>
 void pack_keys(const Rows& block, int dim, float* to, float* wide, const float* table) {
   constexpr bool kAsIs = sizeof(typename E::T) * D::kDepth == 4;  // a row's bytes are places
-  const int height = places<D>(dim), whole = dim / D::kDepth / 8 * 8, stride = (dim + 15) / 16 * 16;
-  for (int j = 0; j < kKeys; j += 8) {
+  const int height = places<D>(dim), stride = (dim + 15) / 16 * 16, halves = 2 * dim / D::kDepth;
+  for (int j = 0; j < kKeys; j += kTurn) {
     float* panel = to + int64_t(j / kPanel) * height * kPanel + j % kPanel;
-    const float* row[8];
-    const bool full = kAsIs && j + 8 <= block.n;
-    for (int i = 0; i < 8; i++) {
+    const char* row[kTurn];
+    for (int i = 0; i < kTurn; i++) {
       float* copy = wide + i * stride;
-      row[i] = full ? reinterpret_cast<const float*>(block[j + i]) : copy;
-      if (j >= block.n || full) continue;
-      if (j + i >= block.n)
-        std::memset(copy, 0, size_t(stride) * 4);
-      else if (kAsIs)
-        std::memcpy(copy, block[j + i], size_t(dim) * sizeof(typename E::T));
-      else
-        widen<E>(block[j + i], dim, copy, table);
+      row[i] = j + i >= block.n ? nullptr : kAsIs ? block[j + i] : reinterpret_cast<const char*>(copy);
+      if (!kAsIs && row[i]) widen<E>(block[j + i], dim, copy, table);
     }
-    int d = 0;
-    if (j < block.n) {
-      for (; d < whole; d += 8) {
-        const float* at[8];
-        for (int i = 0; i < 8; i++) at[i] = reinterpret_cast<const float*>(reinterpret_cast<const char*>(row[i]) + 4 * d);
-        transpose(at, panel + int64_t(d) * kPanel, kPanel);
-      }
-      for (; d * D::kDepth < dim; d++)
-        for (int i = 0; i < 8; i++) {
-          float place = 0;
-          std::memcpy(&place, reinterpret_cast<const char*>(row[i]) + 4 * d, dim - d * D::kDepth < D::kDepth ? 2 : 4);
-          std::memcpy(panel + int64_t(d) * kPanel + i, &place, 4);
-        }
+    for (int d = 0; d < height; d += kTurn) {
+      transpose(row, std::max(halves - 2 * d, 0), panel + int64_t(d) * kPanel, kPanel, std::min(kTurn, height - d));
+      for (int i = 0; i < kTurn; i++) row[i] = row[i] ? row[i] + 4 * kTurn : nullptr;
     }
-    for (; d < height; d++) std::memset(panel + int64_t(d) * kPanel, 0, 32);
   }
 }
 
-// V to panels; columns past dim are 0, and so are keys past n up to a whole place (with AMX: 16 places).
+// V to panels of `height` places; columns past dim are 0, and so are keys past n up to a whole place (with AMX: 16 places).
 template <class E, class D>
-void pack_values(const Rows& block, int dim, float* to, const float* table) {
+void pack_values(const Rows& block, int dim, float* to, int height, const float* table) {
   using T = typename E::T;
-  constexpr int kEnd = kTiles && D::kDepth == 2 ? 32 : D::kDepth, kHeight = kKeys / D::kDepth;
+  constexpr int kEnd = kTiles && D::kDepth == 2 ? 32 : D::kDepth;
   using P = std::conditional_t<D::kDepth == 2, Pairs, Widened<E>>;
   const int end = (block.n + kEnd - 1) / kEnd * kEnd;
   for (int j = 0; j < end; j += D::kDepth) {
     float* row = to + j / D::kDepth * kPanel;
     const T* a = j < block.n ? (const T*)block[j] : nullptr;
     const T* b = D::kDepth == 2 && j + 1 < block.n ? (const T*)block[j + 1] : nullptr;
-    for (int d = 0; d < dim; d += kPanel, row += kHeight * kPanel) {
+    for (int d = 0; d < dim; d += kPanel, row += height * kPanel) {
       vf v[2]{};
       if (a && dim - d >= kPanel)
         P::template values<2>((const typename P::T*)a + d, b ? (const typename P::T*)b + d : nullptr, kPanel, table, v);

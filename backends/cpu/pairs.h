@@ -35,13 +35,7 @@ inline vi repeat(const void* word) {
 // to[0, n) = x in bfloat16, then zeros up to a whole vector.
 inline void to_bf16_row(const float* x, int n, uint16_t* to) {
   int i = 0;
-#if defined(__AVX512BF16__)
-  for (; i + kWide <= n; i += kWide)
-    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + kLanes), _mm512_loadu_ps(x + i)));
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(PA_EMULATED)
-  for (; i + kWide <= n; i += kWide)
-    vst1q_u16(to + i, vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(vld1q_f32(x + i)), vld1q_f32(x + i + kLanes))));
-#endif
+  for (; i + kWide <= n; i += kWide) to_bf16(load(x + i), load(x + i + kLanes), to + i);
   for (; i < n; i++) to[i] = to_bf16(x[i]);
   for (; i % kWide; i++) to[i] = 0;
 }

@@ -42,7 +42,13 @@ inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
 inline vf fill(float x) { return vf{} + x; }
 inline vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-inline vf max_number(vf a, vf b) { return select(a > b, a, b); }  // b where a is NaN
+#if defined(__AVX512F__)
+inline vf max_number(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }  // b where one is NaN
+#elif defined(__AVX2__)
+inline vf max_number(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
+inline vf max_number(vf a, vf b) { return select(a > b, a, b); }
+#endif
 inline vf abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 inline float as_float(uint32_t bits) {
@@ -171,55 +177,75 @@ inline void put(void* base, int64_t i, float x, int64_t type) {
     static_cast<uint16_t*>(base)[i] = type == kF16 ? to_half(x) : to_bf16(x);
 }
 
+// to[0, 2 kLanes) = x, then y, in bfloat16.
+inline void to_bf16(vf x, vf y, uint16_t* to) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(PA_EMULATED)
+  vst1q_u16(to, vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)x), (float32x4_t)y)));
+#else
+  auto rounded = [](vf z) {
+    const vi bits = (vi)z, even = bits + 0x7fff + ((bits >> 16) & 1);
+    return ((vi)select(z == z, (vf)even, fill(as_float(0x7fc00000))) >> 16) & 0xffff;
+  };
+  const vi a = rounded(x), b = rounded(y);
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)a));
+  _mm256_storeu_si256((__m256i*)(to + kLanes), _mm512_cvtepi32_epi16((__m512i)b));
+#elif defined(__AVX2__)
+  _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8));
+#else
+  for (int i = 0; i < kLanes; i++) to[i] = uint16_t(a[i]), to[kLanes + i] = uint16_t(b[i]);
+#endif
+#endif
+}
+
 // x[0, n) times a factor to consecutive elements of a float32, float16 or bfloat16 row.
 inline void put_row(void* base, int64_t at, const float* x, int64_t n, float factor, int64_t type) {
   int64_t d = 0;
   if (type == kF32) {
     for (float* to = static_cast<float*>(base) + at; d + kLanes <= n; d += kLanes) store(to + d, load(x + d) * factor);
+  } else if (type == kBF16) {
+    for (uint16_t* to = static_cast<uint16_t*>(base) + at; d + 2 * kLanes <= n; d += 2 * kLanes)
+      to_bf16(load(x + d) * factor, load(x + d + kLanes) * factor, to + d);
   } else {
-    uint16_t* to = static_cast<uint16_t*>(base) + at;
-    for (; d + kLanes <= n; d += kLanes) {
-      const vf y = load(x + d) * factor;
 #if defined(__AVX512F__)
-      if (type == kF16) {
-        _mm256_storeu_si256((__m256i*)(to + d), _mm512_cvtps_ph((__m512)y, 0));
-        continue;
-      }
+    for (uint16_t* to = static_cast<uint16_t*>(base) + at; d + kLanes <= n; d += kLanes)
+      _mm256_storeu_si256((__m256i*)(to + d), _mm512_cvtps_ph((__m512)(load(x + d) * factor), 0));
 #elif defined(__F16C__) && defined(__AVX2__)
-      if (type == kF16) {
-        _mm_storeu_si128((__m128i*)(to + d), _mm256_cvtps_ph((__m256)y, 0));
-        continue;
-      }
+    for (uint16_t* to = static_cast<uint16_t*>(base) + at; d + kLanes <= n; d += kLanes)
+      _mm_storeu_si128((__m128i*)(to + d), _mm256_cvtps_ph((__m256)(load(x + d) * factor), 0));
 #endif
-      if (type == kF16) {
-        for (int i = 0; i < kLanes; i++) to[d + i] = to_half(y[i]);
-      } else {
-        const vi bits = (vi)y, even = bits + 0x7fff + ((bits >> 16) & 1);
-        const vi rounded = ((vi)select(y == y, (vf)even, fill(as_float(0x7fc00000))) >> 16) & 0xffff;
-        for (int i = 0; i < kLanes; i++) to[d + i] = uint16_t(rounded[i]);
-      }
-    }
   }
   for (; d < n; d++) put(base, at + d, x[d] * factor, type);
 }
 
 // ---------------------------------------------------------------- functions
-// exp, relative error below 2e-7 from -87 to 88; smaller x give 0, NaN stays NaN. Cephes' polynomial.
-inline vf exp(vf x) {
-  const vi tiny = x < -87.0f;
-  x = select(x > 88.0f, fill(88.0f), select(tiny, fill(-87.0f), x));
-  const vf shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 x 2^23: the sum's low bits are round(x / ln 2)
-  const vf n = shifted - 12582912.0f;
-  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  vf p = fill(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+// 2^x, relative error below 2e-7 from -126 to 127; smaller x give 0, NaN stays NaN. The polynomial is the best of its degree for half a unit around 0.
+inline vf exp2(vf x) {
+#if defined(__AVX512F__)
+  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vi tiny = x < -126.0f;
+  x = select(x > 127.0f, fill(127.0f), select(tiny, fill(-126.0f), x));
+  const vf shifted = x + 12582912.0f;  // 1.5 x 2^23: the sum's low bits are round(x)
+  const vf r = x - (shifted - 12582912.0f);
+#endif
+  vf p = fill(1.326472731e-3f);
+  p = p * r + 9.671512991e-3f;
+  p = p * r + 5.550733581e-2f;
+  p = p * r + 2.402224243e-1f;
+  p = p * r + 6.931470037e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)(x - r));
+#else
   const vf power = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
   return select(tiny, vf{}, p * power);
+#endif
 }
 
 // tanh with a relative error of a few 1e-7 everywhere: a polynomial below 0.625 (Cephes), exp above.
@@ -231,7 +257,7 @@ inline vf tanh(vf x) {
   p = p * z + 1.33314422036e-1f;
   p = p * z - 3.33332819422e-1f;
   p = p * z * x + x;
-  const vf big = 1.0f - 2.0f / (exp(size + size) + 1.0f);
+  const vf big = 1.0f - 2.0f / (exp2(size * (2 * kLog2E)) + 1.0f);
   return select(size < 0.625f, p, (vf)((vi)big | ((vi)x & (int32_t)0x80000000)));
 }
 
