@@ -30,6 +30,10 @@ class Compiler:
     def __init__(self):
         self.compiled = []
 
+    def build(self, arch, instance):
+        self.compiled.append((arch, instance))
+        return b"code for " + arch.encode()
+
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
@@ -39,12 +43,6 @@ def compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(codeobjects, "nvrtc", lambda: made)
     monkeypatch.setattr(codeobjects, "prebuilt_index", lambda vendor: {})
     monkeypatch.setattr(codeobjects, "_notes", {})
-
-    def compile_cuda(arch, instance, compiler):
-        compiler.compiled.append((arch, instance))
-        return b"code for " + arch.encode()
-
-    monkeypatch.setattr(codeobjects, "compile_cuda", compile_cuda)
     return made
 
 
@@ -130,8 +128,8 @@ def test_a_cache_folder_that_is_a_file_costs_only_the_cache(compiler, tmp_path):
 
 
 def test_threads_compile_once(compiler, monkeypatch):
-    slow = codeobjects.compile_cuda
-    monkeypatch.setattr(codeobjects, "compile_cuda", lambda *a: (time.sleep(0.05), slow(*a))[1])
+    build = compiler.build
+    monkeypatch.setattr(compiler, "build", lambda *a: (time.sleep(0.05), build(*a))[1])
     threads = [threading.Thread(target=get) for _ in range(8)]
     [t.start() for t in threads]
     [t.join() for t in threads]
@@ -140,7 +138,7 @@ def test_threads_compile_once(compiler, monkeypatch):
 
 def test_processes_that_write_at_once_leave_whole_files(tmp_path):
     script = ("from portattn import codeobjects as c\n"
-              "for i in range(40):\n    c._keep('name', bytes([i]) * 50000)\n    got = c._cached('name')\n    assert got is not None and len(set(got)) == 1\n"
+              "for i in range(40):\n    c.keep('name', bytes([i]) * 50000)\n    got = c.cached('name')\n    assert got is not None and len(set(got)) == 1\n"
               "assert not c.notes(), c.notes()")
     env = os.environ | {"PORTATTN_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     running = [subprocess.Popen([sys.executable, "-c", script], env=env) for _ in range(3)]
@@ -152,7 +150,7 @@ def test_an_interrupted_compilation_leaves_nothing_and_the_next_call_compiles(co
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(codeobjects, "compile_cuda", stopped)
+        m.setattr(compiler, "build", stopped)
         with pytest.raises(KeyboardInterrupt):
             get()
     with monkeypatch.context() as m:
@@ -210,7 +208,7 @@ def nvrtc():
     native.decode_shape("bfloat16", "bfloat16", 64, native.Limits(99 << 10, 100 << 10, 10)).instance,
     native.small_instance("append", "float16", "float8_e4m3fn"), native.small_instance("merge", "bfloat16")], ids=str)
 def test_nvrtc_compiles_without_a_gpu_or_a_toolkit(nvrtc, arch, instance):
-    assert codeobjects.compile_cuda(arch, instance, nvrtc)[:4] == b"\x7fELF"
+    assert nvrtc.build(arch, instance)[:4] == b"\x7fELF"
 
 
 def test_nvrtc_errors_carry_the_log(nvrtc):

@@ -107,7 +107,7 @@ def test_wheel_holds_every_file_of_the_package(source, wheel):
         for f in (source / "backends").rglob("*")
         if f.is_file()
     }
-    wanted |= {f"portattn/csrc_cuda/{f.name}" for f in (source / "csrc_cuda").iterdir()}
+    wanted |= {f"portattn/{vendor}/{f.name}" for vendor in ("csrc_cuda", "csrc_hip") for f in (source / vendor).iterdir()}
     assert wanted - names == {"portattn/backends.py"}
 
 
