@@ -8,12 +8,12 @@ The C++ runtime is linked in: a library needs only the C library of a system at 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
+
+from prebuilt import index_of, write_index
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -31,12 +31,8 @@ def build(isa: str, file: str, compiler: str) -> int:
 
 
 def index(folder: str, names: list[str]) -> dict:
-    """What kernels/cpu/index.json says: the sources' hash, and each library's file and hash by system."""
-    found = {}
-    for isa in names:
-        with open(os.path.join(folder, f"{isa}.so"), "rb") as f:
-            found[isa] = {"file": f"{isa}.so", "sha256": hashlib.sha256(f.read()).hexdigest()}
-    return {"source": _sets().source_hash(), "objects": {_sets().system(): found}}
+    """What kernels/cpu/index.json says."""
+    return index_of(folder, _sets().source_hash(), {_sets().system(): {isa: f"{isa}.so" for isa in names}})
 
 
 def main() -> None:
@@ -44,8 +40,7 @@ def main() -> None:
     if command == "build":
         sys.exit(build(*rest))
     elif command == "index":
-        with open(os.path.join(rest[0], "index.json"), "w", encoding="utf-8", newline="\n") as f:
-            json.dump(index(rest[0], rest[1:]), f, indent=1, sort_keys=True)
+        write_index(rest[0], index(rest[0], rest[1:]))
     else:
         sys.exit(__doc__)
 

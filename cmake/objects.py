@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import os
 import sys
+
+from prebuilt import index_of, write_index
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -32,14 +32,9 @@ def objects(arch: str) -> list[tuple[str, str, str, str, list[str]]]:
 
 
 def index(folder: str, archs: list[str]) -> dict:
-    """What kernels/VENDOR/index.json says: the sources' hash, and each object's file and hash."""
-    found: dict = {}
-    for arch in archs:
-        found[arch] = {}
-        for name, file, *_ in objects(arch):
-            with open(os.path.join(folder, file), "rb") as f:
-                found[arch][name] = {"file": file, "sha256": hashlib.sha256(f.read()).hexdigest()}
-    return {"source": _instances().source_hash("hip" if archs[0].startswith("gfx") else "cuda"), "objects": found}
+    """What kernels/VENDOR/index.json says."""
+    source = _instances().source_hash("hip" if archs[0].startswith("gfx") else "cuda")
+    return index_of(folder, source, {arch: {name: file for name, file, *_ in objects(arch)} for arch in archs})
 
 
 def main() -> None:
@@ -48,8 +43,7 @@ def main() -> None:
         for _, *parts, options in objects(rest[0]):
             print("|".join([*parts, *options]))
     elif command == "index":
-        with open(os.path.join(rest[0], "index.json"), "w", encoding="utf-8", newline="\n") as f:
-            json.dump(index(rest[0], rest[1:]), f, indent=1, sort_keys=True)
+        write_index(rest[0], index(rest[0], rest[1:]))
     else:
         sys.exit(__doc__)
 

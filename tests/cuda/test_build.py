@@ -67,7 +67,8 @@ def test_the_list_of_objects_needs_no_torch_and_names_every_instance():
     assert any("|sm_90a|prefill_sm90.cu|" in x for x in lines)
 
 
-def test_the_index_carries_hashes_of_sources_and_objects(tmp_path):
+def test_the_index_carries_hashes_of_sources_and_objects(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "cmake")
     spec = importlib.util.spec_from_file_location("objects", ROOT / "cmake" / "objects.py")
     objects = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(objects)
