@@ -22,6 +22,7 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 4} 
 _DENSE, _VARLEN, _PAGED, _PAGED_RAGGED = range(4)
 COUNTS = True  # kv_lens are read as a caller counts them
 _ARGS = struct.Struct("20Q4q4d")
+_NO_MEMORY = "the CPU kernels found no memory for their work space"
 _threads = torch.get_num_threads
 
 
@@ -87,7 +88,7 @@ def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: in
 
 def _checked(code: int) -> None:
     if code:
-        raise KernelError("the CPU kernels found no memory for their work space")
+        raise KernelError(_NO_MEMORY)
 
 
 def _tidy(call: Call) -> Call:
@@ -118,29 +119,38 @@ def _bind(call: Call, bound, out: Tensor) -> None:
         lengths=(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens), bias=call.bias, alibi=call.alibi_slopes,
         k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,
         invariant=call.batch_invariant, counting=call.counting)
+    state["out"] = tuple(out.shape)  # a torch.Size takes longer to read
     state["values"] = _values(call.k.dtype).data_ptr() if call.k.element_size() == 1 else 0
     state["run"] = lib.pa_attention
 
 
 def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse) if the call asks for it."""
-    q, v, out, state = call.q, call.v, call.out, bound.state
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if call.return_lse else None
-    if "run" not in state:
+    state = bound.state
+    run = state.get("run")
+    if run is None:
+        out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1])) if call.out is None else call.out
         _bind(call, bound, out)
+        return attention(call._replace(out=out), bound)
     if state["untidy"]:
         call = _tidy(call)
-    k_scales, k_scale = _scale(call.k_scale)
-    v_scales, v_scale = _scale(call.v_scale)
+    # One unpacking and no helper for each tensor: a microsecond of a tiny call's eight.
+    (q, k, v, scale, causal, left, right, softcap, bias, alibi, sinks, cu_q, cu_k, used, _, _, table, lens, k_new, v_new, cos, sin, _, k_scale, v_scale,
+     out, with_lse, splits, _, _) = call
+    if out is None:
+        out = q.new_empty(state["out"])
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if with_lse else None
+    k_scales, k_scale = (0, 1.0) if k_scale is None else _scale(k_scale)
+    v_scales, v_scale = (0, 1.0) if v_scale is None else _scale(v_scale)
     args = _ARGS.pack(
-        q.data_ptr(), call.k.data_ptr(), v.data_ptr(), out.data_ptr(), _at(lse), _at(call.block_table), _at(call.cu_seqlens_q),
-        _at(call.cu_seqlens_k), _at(call.seqused_k), _at(call.kv_lens), _at(call.bias), _at(call.alibi_slopes), _at(call.sinks), _at(call.k_new),
-        _at(call.v_new), _at(call.rotary_cos), _at(call.rotary_sin), k_scales, v_scales, state["values"],
-        call.window_left, 0 if call.causal else call.window_right, call.num_splits, _threads(),
-        call.softmax_scale, call.softcap, k_scale, v_scale)
-    _checked(state["run"](state["shape"], args))
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if table is None else table.data_ptr(),
+        0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0 if used is None else used.data_ptr(),
+        0 if lens is None else lens.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if alibi is None else alibi.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(), 0 if k_new is None else k_new.data_ptr(), 0 if v_new is None else v_new.data_ptr(),
+        0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(), k_scales, v_scales, state["values"],
+        left, 0 if causal else right, splits, _threads(), scale, softcap, k_scale, v_scale)
+    if run(state["shape"], args):
+        raise KernelError(_NO_MEMORY)
     return out if lse is None else (out, lse)
 
 
