@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -17,15 +16,13 @@ import yaml
 
 from portattn.instances import GFX, Instance, limits_of, source_hash
 
+from . import listing
+from .listing import tool
+
 ROOT = Path(__file__).parent.parent.parent
 _spec = importlib.util.spec_from_file_location("portattn_cmake_hip", ROOT / "cmake" / "hip.py")  # what builds the shipped objects
 build = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(build)
-
-
-def tool(name: str) -> str | None:
-    """llvm's tool of that name, of version 19 or newer."""
-    return next(filter(None, (shutil.which(f"{name}-{n}") for n in range(29, 18, -1))), None) or shutil.which(f"/opt/rocm/llvm/bin/{name}")
 
 
 def missing(arch: str) -> str:
@@ -75,21 +72,13 @@ def resources(arch: str, kernel: dict) -> Resources:
     return Resources(vgpr, lds, min(by_registers, by_lds))
 
 
-def instructions(file: Path) -> list[str]:
+def instructions(arch: str, file: Path) -> list[str]:
     """The kernel's instructions as the assembler writes them."""
-    text = subprocess.run([tool("llvm-objdump"), "-d", str(file)], capture_output=True, text=True, check=True).stdout
-    return [line.partition("//")[0].strip() for line in text.splitlines() if line.startswith("\t")]
+    return [f"{t.name} {t.rest}".strip() for t in listing.texts(arch, file)]
 
 
-def unreadable(arch: str) -> str:
-    """Why the instructions of an architecture cannot be read here; "" where they can."""
-    name = tool("llvm-objdump") or ""
-    number = name.rpartition("-")[2]
-    return missing(arch) or ("tool: llvm-objdump knows gfx950 from 20 on" if arch == "gfx950" and number.isdigit() and int(number) < 20 else "")
+def mnemonics(arch: str, file: Path) -> Counter:
+    return Counter(re.sub(r"_e(32|64)(_dpp)?$", "", t.name) for t in listing.texts(arch, file))
 
 
-def mnemonics(file: Path) -> Counter:
-    return Counter(re.sub(r"_e(32|64)(_dpp)?$", "", line.split()[0]) for line in instructions(file))
-
-
-__all__ = ["GFX", "build", "instructions", "limits_of", "made", "metadata", "missing", "mnemonics", "resources", "tool", "unreadable"]
+__all__ = ["GFX", "build", "instructions", "limits_of", "made", "metadata", "missing", "mnemonics", "resources", "tool"]

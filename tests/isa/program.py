@@ -1,7 +1,7 @@
 """Finished AMD code objects, executed on the CPU: llvm-objdump's listing becomes instructions for machine.h.
 
 The instructions' meaning is written from AMD's ISA documents, apart from csrc_hip and from the compiler, so that what a compiler
-made of a kernel is tested without the device. Encodings of gfx950 that llvm-objdump 19 does not know are decoded here.
+made of a kernel is tested without the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.hip import objects
+from tests.hip import listing, objects
+from tests.hip.listing import Text
 
 HERE = Path(__file__).parent
 FORWARD, REVERSE, RANDOM = 0, 1, 2
@@ -173,16 +174,6 @@ def _bits(text: str) -> int:
     return sum(int(b) << i for i, b in enumerate(text.strip("[]").split(",")))
 
 
-class Text(NamedTuple):
-    """One instruction of a listing."""
-
-    pc: int
-    size: int
-    name: str
-    rest: str
-    line: int
-
-
 def parse(t: Text, arch: str) -> list[Inst]:
     """The instruction, or the two halves of a dual one."""
     if "::" in t.rest:
@@ -268,44 +259,6 @@ def _waits(name: str, rest: str, i: Inst, arch: str) -> bool:
     return True
 
 
-# ------------------------------------------------------------------ gfx950's own encodings, for an older llvm-objdump
-def _source(code: int, acc: bool = False) -> str:
-    if code >= 256:
-        return f"{'a' if acc else 'v'}{code - 256}"
-    if code < 102:
-        return f"s{code}"
-    named = {106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi", 240: "0.5", 241: "-0.5", 242: "1.0", 243: "-1.0", 244: "2.0", 245: "-2.0",
-             246: "4.0", 247: "-4.0"}
-    return named.get(code) or str(code - 128 if code <= 192 else 192 - code)
-
-
-def _many(text: str, count: int) -> str:
-    return text if text[0] not in "va" else f"{text[0]}[{text[1:]}:{int(text[1:]) + count - 1}]"
-
-
-def gfx950_encoding(low: int, high: int) -> tuple[str, str] | None:
-    """An instruction that is new with gfx950, as text; None where it is not one."""
-    op, word = low >> 16, low | high << 32
-    sources = [word >> 32 & 511, word >> 41 & 511, word >> 50 & 511]
-    if op in (0xD233, 0xD234, 0xD267, 0xD268):
-        signs, magnitudes = word >> 61 & 7, word >> 8 & 7
-        if op in (0xD233, 0xD234):
-            table = (word >> 59 & 3) << 6 | magnitudes << 3 | signs
-            halves = f" op_sel:[{','.join(str(low >> 11 + n & 1) for n in range(4))}]" if op == 0xD233 else ""
-            return f"v_bitop3_b{16 * (op - 0xD232)}", f"v{low & 255}, " + ", ".join(_source(s) for s in sources) + f" bitop3:{table:#x}" + halves
-        texts = [("-" if signs >> n & 1 else "") + (f"|{_source(s)}|" if magnitudes >> n & 1 else _source(s)) for n, s in enumerate(sources[:2])]
-        return f"v_cvt_pk_{'bf16' if op == 0xD268 else 'f16'}_f32", f"v{low & 255}, " + ", ".join(texts)
-    matrices = {0xD3D4: ("16x16x32_f16", 4), 0xD3B5: ("16x16x32_bf16", 4), 0xD3D5: ("32x32x16_f16", 16), 0xD3B7: ("32x32x16_bf16", 16)}
-    if op in matrices:
-        name, out = matrices[op]
-        in_acc, acc = word >> 59 & 3, low >> 15 & 1
-        return f"v_mfma_f32_{name}", ", ".join([_many(f"{'a' if acc else 'v'}{low & 255}", out), _many(_source(sources[0], in_acc & 1), 4),
-                                                _many(_source(sources[1], bool(in_acc & 2)), 4), _many(_source(sources[2], bool(acc)), out)])
-    if op == 0xD9C6:
-        return "ds_read_b64_tr_b16", f"v[{high >> 24}:{(high >> 24) + 1}], v{high & 255} offset:{low & 0xffff}"
-    return None
-
-
 # ------------------------------------------------------------------ an object
 class Descriptor(NamedTuple):
     """What a kernel's descriptor asks to be set up."""
@@ -346,7 +299,7 @@ class Program:
         self.wave = self.kernel[".wavefront_size"]
         self.generation = 9 if arch.startswith("gfx9") else int(arch[3:5])
         self.descriptor = _descriptor(file, self.kernel[".name"])
-        self.texts = self._listing()
+        self.texts = listing.texts(arch, file)
         unknown, insts = [], []
         for t in self.texts:
             try:
@@ -361,36 +314,6 @@ class Program:
         for n in reversed(range(len(insts))):
             places[(insts[n].pc - first) // 4] = n
         self.places = places
-
-    def _listing(self) -> list[Text]:
-        mcpu = ["--mcpu=gfx942"] if objects.unreadable(self.arch) and not objects.missing(self.arch) else []
-        text = subprocess.run([objects.tool("llvm-objdump"), "-d", *mcpu, str(self.file)], capture_output=True, text=True, check=True).stdout
-        found: list[Text] = []
-        words: dict[int, int] = {}
-        lines = []
-        for number, line in enumerate(text.splitlines(), 1):
-            m = re.match(r"^\t(\S+)\s*(.*?)\s*// ([0-9A-F]+): ([0-9A-F ]+)", line)
-            if m:
-                pc, code = int(m[3], 16), [int(w, 16) for w in m[4].split()]
-                words |= {pc + 4 * n: w for n, w in enumerate(code)}
-                lines.append((pc, 4 * len(code), m[1], m[2], number))
-        skip = 0
-        for pc, size, name, rest, number in lines:
-            if pc < skip:
-                continue
-            if name == ".long" or name.startswith("<"):
-                new = gfx950_encoding(words[pc], words.get(pc + 4, 0))
-                if new is None:
-                    raise ValueError(f"{self.file.name}: {words[pc]:#010x} at {pc:#x} is no instruction that is known")
-                found.append(Text(pc, 8, *new, number))
-                skip = pc + 8
-                continue
-            if name == "s_code_end":
-                continue
-            if found and found[-1].name == "s_endpgm" and name == "s_nop" and rest == "0":
-                continue  # padding
-            found.append(Text(pc, size, name, rest, number))
-        return found
 
     def run(self, params: bytes, grid: tuple[int, int], memory: list[tuple[int, int]], order: int = FORWARD, seed: int = 0, limit: int = 5_000_000) -> Stats:
         """Launches the kernel; `memory` lists (address, bytes) that it may touch. Raises RuntimeError with what it did wrong."""
