@@ -47,7 +47,7 @@ def compiler(arch: str) -> list[str] | None:
 def with_headers(command: list[str], folder: str) -> list[str]:
     """Flags that put HIP's own headers in front of a source, as hipcc does."""
     resources = subprocess.run([*command, "-print-resource-dir"], capture_output=True, text=True, check=True).stdout.strip()
-    return ["-D__HIP_PLATFORM_AMD__", "-isystem", os.path.join(resources, "include", "cuda_wrappers"), "-isystem", folder,
+    return ["-D__HIP_PLATFORM_AMD__", "-isystem", os.path.join(resources, "include", "cuda_wrappers"), "-idirafter", folder,
             "-include", "__clang_hip_runtime_wrapper.h", "-include", "hip/hip_runtime.h"]
 
 
