@@ -360,44 +360,45 @@ def walk(
 
     # LOOPS "edges": one loop, and a branch around the masks. Where matrix instructions are asynchronous (wgmma), a branch between
     # them makes the assembler run them one by one; there, "two": full tiles have a loop of their own; or "always": one loop that
-    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more. The edges
-    # come first: behind the full tiles, ptxas sees the accumulator copied, and runs those tiles' matrix instructions one by one.
-    if LOOPS == "two":
-        before = (full_start - start) // BN
-        tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
-        for t in tl.range(0, tiles, num_stages=1 if PAGED else 2):  # few; more stages only take shared memory and registers
-            n = start + t * BN
-            if t >= before:
-                n = full_end + (t - before) * BN
-            if PAGED:
-                here = pages_of(table, n, cols, lo, hi, page_size, PAGE)
+    # masks every tile, for short sequences, where draining the pipeline of loads between two loops would cost more. Which loop comes
+    # first decides whether ptxas sees the accumulator copied between them; if so, it runs matrix instructions one by one.
+    for part in tl.static_range(2):
+        if (part == 0) == PAGED:
+            if LOOPS == "two":
+                first_n, last_n = full_start, full_end
             else:
-                here = cols
-            k_row = key_rows(k_ptr, here, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-            v_row = key_rows(v_ptr, here, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
-            acc, den, top = step(
-                acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
-                True, c, cap, slope, bias_row, bias_k, row_ok,
-                D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)
-
-    if LOOPS == "two":
-        first_n, last_n = full_start, full_end
-    else:
-        first_n, last_n = start, end
-    pages = cols
-    if PAGED:  # looked up one tile ahead, so that no load of keys waits for its page
-        pages = pages_of(table, first_n, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
-    for n in tl.range(first_n, last_n, BN):
-        k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-        v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
-        if PAGED:
-            pages = pages_of(table, n + BN, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
-        edge = (n < full_start) | (n >= full_end)
-        acc, den, top = step(
-            acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
-            edge, c, cap, slope, bias_row, bias_k, row_ok,
-            D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "never" if LOOPS == "two" else LOOPS,
-            DENSE)
+                first_n, last_n = start, end
+            pages = cols
+            if PAGED:  # looked up one tile ahead, so that no load of keys waits for its page
+                pages = pages_of(table, first_n, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
+            for n in tl.range(first_n, last_n, BN):
+                k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+                v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+                if PAGED:
+                    pages = pages_of(table, n + BN, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
+                edge = (n < full_start) | (n >= full_end)
+                acc, den, top = step(
+                    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
+                    edge, c, cap, slope, bias_row, bias_k, row_ok,
+                    D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER,
+                    "never" if LOOPS == "two" else LOOPS, DENSE)
+        elif LOOPS == "two":
+            before = (full_start - start) // BN
+            tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
+            for t in tl.range(0, tiles, num_stages=1 if PAGED else 2):  # few; more stages only take shared memory and registers
+                n = start + t * BN
+                if t >= before:
+                    n = full_end + (t - before) * BN
+                if PAGED:
+                    here = pages_of(table, n, cols, lo, hi, page_size, PAGE)
+                else:
+                    here = cols
+                k_row = key_rows(k_ptr, here, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
+                v_row = key_rows(v_ptr, here, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+                acc, den, top = step(
+                    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
+                    True, c, cap, slope, bias_row, bias_k, row_ok,
+                    D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)
 
     if DEFER:
         den = tl.sum(den, 1)
@@ -801,6 +802,10 @@ def append(
         ok = ok & (position >= 0) & (position // page_size < room)
         page = tl.load(table + b * table_b + position // page_size, mask=ok, other=0).to(tl.int64)
         inside = (position % page_size).to(tl.int64)
+    if BT > 1:  # tokens for one slot: the last one's key and value stay, in all heads
+        to = tl.where(ok, page * page_size + inside, -1 - t)
+        later = (to[:, None] == to[None, :]) & (t[:, None] < t[None, :])
+        ok = ok & (tl.max(later.to(tl.int32), 1) == 0)
     k_factor = k_divisor
     v_factor = v_divisor
     k_by = tl.zeros([BT], tl.float32) + k_factor
