@@ -15,7 +15,7 @@ import torch
 
 
 class Facts(NamedTuple):
-    """device: "cpu" | "cuda" | "hip" | "mps" | "xpu" | torch's type; arch: "sm_90", "gfx942", "x86_64", "x86_64_avx512" or ""."""
+    """device: "cpu" | "cuda" | "hip" | "mps" | "xpu" | torch's type; arch: "sm_90", "gfx942", "x86_64", "x86_64_avx512", "x86_64_amx" or ""."""
 
     device: str
     arch: str
@@ -38,7 +38,9 @@ def _facts(device_type: str, index: int) -> Facts:
             return Facts(kind, getattr(props, "gcnArchName", "").split(":")[0], props.name)
         return Facts(kind, f"sm_{props.major}{props.minor}", props.name)
     if kind == "cpu":
-        wide = "_avx512" if torch.backends.cpu.get_cpu_capability() == "AVX512" else ""
+        wide = ""
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            wide = "_amx" if getattr(torch.cpu, "_is_amx_tile_supported", bool)() else "_avx512"
         return Facts(kind, cpu_arch() + wide, platform.processor() or cpu_arch())
     if kind == "xpu" and hasattr(torch, "xpu"):
         return Facts(kind, "", torch.xpu.get_device_name(index))

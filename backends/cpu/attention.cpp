@@ -186,7 +186,7 @@ void load_query(const Plan& p, const Tile& t, int64_t head, int64_t r, float* x)
 Row make_row(const Plan& p, const Tile& t, int64_t kv_head, int64_t r) {
   const Shape& s = p.s;
   const int64_t i = t.first + r / p.group, head = kv_head * p.group + r % p.group;
-  Row row{i + t.seq.len_k - t.seq.len_q, 0, 0, -kInf, 0, 0, nullptr};
+  Row row{i + t.seq.len_k - t.seq.len_q, 0, 0, -kInf, 0, 1, 0, nullptr};
   see(p.a, t.seq, i, row.lo, row.hi);
   if (p.a.alibi) row.slope = p.a.alibi[t.b * s.alibi[0] + head * s.alibi[1]];
   if (p.a.bias)
@@ -242,13 +242,13 @@ void merge(const Plan& p, const Tile& t, const float* states, Scratch& scratch) 
 void hand_over(const Plan& p, const Tile& t, int64_t split, const float* out, const Row* row, float* states) {
   const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel);
   if (t.splits == 1) {
-    for (int64_t r = 0; r < rows; r++) finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top * kLn2, row[r].sum);
+    for (int64_t r = 0; r < rows; r++) finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top * row[r].unit, row[r].sum);
     return;
   }
   float* state = states + (t.state + split) * p.state_size;
   std::memcpy(state, out, size_t(rows * stride) * sizeof(float));
   float* last = state + rows * stride;
-  for (int64_t r = 0; r < rows; r++) last[2 * r] = row[r].top * kLn2, last[2 * r + 1] = row[r].sum;
+  for (int64_t r = 0; r < rows; r++) last[2 * r] = row[r].top * row[r].unit, last[2 * r + 1] = row[r].sum;
 }
 
 Logit logit_of(const Plan& p, const Tile& t, int64_t head) {

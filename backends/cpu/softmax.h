@@ -11,7 +11,8 @@ namespace pa {
 struct Row {
   int64_t position;  // of its query
   int64_t lo, hi;    // the keys that it sees
-  float top, sum;    // running maximum, times log2(e), and sum of exponentials
+  float top, sum;    // running maximum, before the scale, and sum of exponentials
+  float unit;        // times top: a logit
   float slope;
   const char* bias;  // at key 0; null: none
 };
@@ -66,8 +67,9 @@ inline float softmax(float* s, int from, int to, int64_t first, Row& row, const 
   for (int j = vb; j < to; j += kPanel) put(j, vf{}, vf{});
   if (b <= a) return 1.0f;
 
-  float scale = c.scale * kLog2E;
-  if (c.softcap > 0 || row.slope != 0 || row.bias || !(scale > 0)) to_logits(s, va, vb, a, b, first, row, c), scale = kLog2E;
+  row.unit = c.scale;
+  if (c.softcap > 0 || row.slope != 0 || row.bias || !(c.scale > 0)) to_logits(s, va, vb, a, b, first, row, c), row.unit = 1;
+  const float scale = row.unit * kLog2E;
   vf tops = fill(-kInf), more = tops;
   for (int j = va; j < vb; j += kPanel) {
     vf x = load(s + j), y = load(s + j + kLanes);
@@ -77,15 +79,15 @@ inline float softmax(float* s, int from, int to, int64_t first, Row& row, const 
     }
     tops = max_number(x, tops), more = max_number(y, more);
   }
-  const float most = largest(max_number(tops, more)) * scale, top = most > row.top ? most : row.top;
+  const float most = largest(max_number(tops, more)), top = most > row.top ? most : row.top;
   const float base = top == -kInf ? 0.0f : top;  // nothing but -inf so far: 2^(-inf - 0) = 0
   vf total{}, rest{};
   for (int j = va; j < vb; j += kPanel) {
-    const vf x = exp2(load(s + j) * scale - base), y = exp2(load(s + j + kLanes) * scale - base);
+    const vf x = exp2((load(s + j) - base) * scale), y = exp2((load(s + j + kLanes) - base) * scale);  // equal scores differ by 0, however large
     put(j, x, y);
     total += x, rest += y;
   }
-  const float old = row.top == top ? 1.0f : exp2(fill(row.top - base))[0];
+  const float old = row.top == top ? 1.0f : exp2(fill((row.top - base) * scale))[0];
   row.top = top;
   row.sum = row.sum * old + pa::sum(total + rest);
   return old;

@@ -221,7 +221,7 @@ inline void put_row(void* base, int64_t at, const float* x, int64_t n, float fac
 }
 
 // ---------------------------------------------------------------- functions
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+constexpr float kLog2E = 1.44269504f;
 
 // 2^x, relative error below 2e-7 from -126 to 127; smaller x give 0, NaN stays NaN. The polynomial is the best of its degree for half a unit around 0.
 inline vf exp2(vf x) {
