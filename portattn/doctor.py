@@ -99,12 +99,13 @@ def _reasons(reasons: Iterable[Any]) -> list[dict[str, str]]:
 
 def _backends(devices: Iterable[Device]) -> list[dict[str, Any]]:
     """State of every backend, and its reasons on each device. Called last, when calls have shown what works."""
-    from . import registry
+    from . import matrix, registry
 
     found = []
     for name, m in registry.manifests().items():
         on = {d.device: _reasons(guarded(lambda d=d: registry.probe(name, d.device), ())) for d in devices if not d.problem}
-        found.append({"name": name, "title": m.title, "level": "", "reasons": [], "devices": on})
+        untried = {d.device: text for d in devices if not on.get(d.device, True) and (text := matrix.untried(m, d.arch))}
+        found.append({"name": name, "title": m.title, "level": "", "reasons": [], "devices": on, "untried": untried})
     states = registry.backends()
     for backend in found:
         backend["level"], backend["reasons"] = states[backend["name"]].level, _reasons(states[backend["name"]].reasons)
@@ -371,6 +372,8 @@ def text(r: dict[str, Any], style: Style) -> str:
         why = [f"{reason['code']}: need {reason['need']}, have {reason['have']}" for reason in b["reasons"]] or [b["title"]]
         lines.append(f"  {style.mark(marks[b['level']])} {b['name']:<{width}}  {b['level']}: {'; '.join(why)}")
         lines += [f"    {'':{width}}  fix: {fix}" for fix in dict.fromkeys(reason["fix"] for reason in b["reasons"]) if fix]
+        lines += [f"    {'':{width}}  on {device} {said}; portattn conformance --backend {b['name']} --level full --record makes the record"
+                  for device, said in b["untried"].items()]
     for device in dict.fromkeys(line["device"] for line in r["choices"]):
         section(f"Calls on {device}")
         lines += [f"  {row}" for row in _choice_rows([line for line in r["choices"] if line["device"] == device])]

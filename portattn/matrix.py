@@ -135,8 +135,17 @@ def evidence(m: Manifest, c: Capability) -> str:
             found[kind].append(f"in CI{f' for {archs}' if archs else ''}")
     parts = [f"{how}: {'; '.join(dict.fromkeys(texts))}" for how, texts in found.items() if texts]
     if parts and not found["run"]:
-        parts.append("not run on a device")
+        parts.append(f"not run on {'AMD hardware' if c.devices == ('hip',) else 'a device'}")
     return "; ".join(parts) or "nothing yet"
+
+
+def untried(m: Manifest, arch: str) -> str:
+    """What stands for an AMD architecture where no record of a run does, such as "compiled, emulated; not run on AMD hardware"; else ""."""
+    if not arch.startswith("gfx") or any(record.get("arch") == arch and record.get("how", "run") == "run" for record in m.verified):
+        return ""
+    kinds = [word for lane, word in (("compile", "compiled"), ("emulate", "emulated"))
+             if any(x.get("lane") == lane and arch in map(str, _listed(x.get("arch", []))) for x in m.ci)]
+    return f"{', '.join(kinds)}; not run on AMD hardware" if kinds else ""
 
 
 def _speaks_for(c: Capability, arch: str) -> bool:

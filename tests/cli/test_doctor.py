@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from portattn import cli, codeobjects, doctor, registry, survey, verdicts
+from portattn import cli, codeobjects, doctor, matrix, registry, survey, verdicts
 from portattn.capability import Capability
 from portattn.findings import Finding
 from portattn.manifest import Manifest
@@ -261,8 +261,9 @@ REPORT = {
             "reasons": [
                 {"code": "not_installed", "need": "triton >=3.4", "have": "not installed", "fix": "pip install 'triton>=3.4'"}
             ],
+            "untried": {},
         },
-        {"name": "sdpa", "title": "torch SDPA", "level": "ready", "devices": {}, "reasons": []},
+        {"name": "sdpa", "title": "torch SDPA", "level": "ready", "devices": {}, "reasons": [], "untried": {}},
     ],
     "choices": [
         {
@@ -320,6 +321,16 @@ def test_the_text_says_each_thing_once_and_in_one_line():
         "No trouble found.",
     ):
         assert text.count(line) == 1, line
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1200", "gfx1201"])
+def test_an_owner_of_an_amd_machine_is_told_what_the_kernels_rest_on_and_the_command_that_records_a_run(monkeypatch, arch):
+    monkeypatch.setattr(registry, "probe", lambda name, device: () if name == "hip" else (registry.Reason("toy", "x", "y"),))
+    states = doctor._backends([survey.Device("cuda:0", "hip", arch, "an AMD GPU")])
+    said = doctor.text({**REPORT, "backends": states}, doctor.Style(io.StringIO()))
+    assert said.count("on cuda:0 compiled, emulated; not run on AMD hardware; portattn conformance --backend hip --level full --record") == 1
+    run = registry.manifests()["hip"]._replace(verified=({"arch": arch, "device": "an AMD GPU", "passed": 1},))
+    assert matrix.untried(run, arch) == ""
 
 
 def test_a_failed_computation_is_marked_in_its_row():
