@@ -1,6 +1,6 @@
-// What prefill_sm90.h needs of Hopper besides warp.h: matrix products of a warpgroup on shared memory (wgmma), barriers
-// that count arrivals (mbarrier) or threads (bar), the fence between ordinary stores and the matrix units, and register
-// budgets (setmaxnreg). For sm_90a alone; tests/simt has the same names for a CPU.
+// What prefill_sm90.h and plain.h need of Hopper besides warp.h: barriers that count arrivals and bytes (mbarrier) or threads (bar) and
+// clusters, which newer architectures have too; and for sm_90a alone matrix products of a warpgroup on shared memory (wgmma), the fence
+// between ordinary stores and the matrix units, and register budgets (setmaxnreg). tests/simt has the same names for a CPU.
 //
 // Tiles     A tile of r rows of 16-bit elements lies in panels of 64 columns; a panel is r rows of 128 bytes, 1024-byte
 //           aligned, whose 16-byte chunk c of row i stands at place c ^ (i % 8) (the 128-byte swizzle). `place` is that.
@@ -49,6 +49,38 @@ PA_DEVICE bool reached(Barrier& b, u32 parity) {
 PA_DEVICE void wait(Barrier& b, u32 parity) {
   while (!reached(b, parity)) {}
 }
+
+// ---- clusters
+
+// Every thread of a cluster arrives once and waits once: after the wait, what was before the others' arrivals has happened.
+PA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+PA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Where a block of the cluster, by its rank, has what this block has at `p`; and bytes behind.
+using Peer = u32;
+PA_DEVICE Peer peer(const void* p, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  return there;
+}
+// Sends 16 bytes, which count at the barrier beside them.
+PA_DEVICE void send4(Peer to, const float (&x)[4], Peer barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+               ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier) : "memory");
+}
+// Arrives, and has the phase last until so many bytes have come too.
+PA_DEVICE void expect(Barrier& b, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)), "r"(bytes) : "memory");
+}
+// As wait, and what peers sent is there.
+PA_DEVICE void wait_for_peers(Barrier& b, u32 parity) {
+  u32 yes;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(yes) : "r"(shared_address(&b)), "r"(parity) : "memory");
+  } while (!yes);
+}
+
+// ---- barriers of threads
 
 // `threads` threads meet at barrier `id` (1..15): those that call meet wait for the others, those that call pass do not.
 template <int kThreads>

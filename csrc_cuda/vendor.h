@@ -77,27 +77,24 @@ PA_DEVICE void load4_shared_by_blocks(const float* p, float (&x)[4]) {
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(p) : "memory");
 }
 
-// Words that other blocks of the launch can watch: each is either kNothing, which no arithmetic makes (NaN is 0x7fffffff
-// here), or what was posted. A word says only that it is there itself.
-constexpr u32 kNothing = 0xffffffffu;
-PA_DEVICE bool is_nothing(float x) { return __float_as_uint(x) == kNothing; }
-PA_DEVICE void post(float* p, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
-PA_DEVICE void post4(float* p, const float (&x)[4]) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-}
-PA_DEVICE float peek(const float* p) {
-  float x;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
-  return x;
-}
-PA_DEVICE void peek4(const float* p, float (&x)[4]) {
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(p) : "memory");
-}
 // Adds and returns what was there; orders nothing else.
 PA_DEVICE int atomic_add(int* p, int x) {
   int before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
   return before;
+}
+
+// Launches that overlap (Hopper on): the next one of the stream may begin once every block of this one has said so or ended, if it was
+// launched to; it says where it needs the one before complete, which it is then.
+PA_DEVICE void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+PA_DEVICE void await_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 PA_DEVICE float exp2_fast(float x) {
@@ -169,6 +166,12 @@ PA_DEVICE void load_matrices(u32 (&r)[4], const void* row) {
 PA_DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+// movmatrix: an 8 x 8 matrix of 16-bit elements, of which lane 4g + c has (g, 2c) and (g, 2c + 1): it gets (2c, g) and (2c + 1, g).
+PA_DEVICE u32 turn_matrix(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 // mma.sync m16n8k16: c (4 floats a lane) += a b, float32 accumulation.
 PA_DEVICE void multiply_16x8x16(float* c, const u32 (&a)[4], u32 b0, u32 b1, f16) {

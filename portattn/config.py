@@ -15,7 +15,6 @@ VARIABLES = {
     "PORTATTN_CACHE": "folder for verdicts and compiled kernels (default: the user's cache folder)",
     "PORTATTN_ALLOW_QUADRATIC": "1: allow kernels that hold an Sq x Sk matrix at any size",
     "PORTATTN_CPU_ISA": "instruction set of the CPU kernels, as avx2 or amx (default: the best of this machine that has been run)",
-    "PORTATTN_CUDA_PLAIN": "1: plain decode steps of the cuda backend take csrc_cuda/plain.cu, which is emulated and compiled, not yet run on a GPU",
     "PORTATTN_DEBUG": "1: let errors inside a backend's probe and import through with their traceback",
 }
 

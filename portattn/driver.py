@@ -35,6 +35,8 @@ class Vendor(NamedTuple):
     function: str
     attribute: str
     launch: str
+    launch_ex: str | None   # with attributes
+    clusters: str | None    # how many clusters run at once
     capture_info: str
     capture_mode: str
     error_name: str
@@ -48,7 +50,8 @@ class Vendor(NamedTuple):
 CUDA = Vendor(
     "cuda", ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1",),
     "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
-    "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel", "cuStreamGetCaptureInfo",
+    "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel", "cuLaunchKernelEx", "cuOccupancyMaxActiveClusters",
+    "cuStreamGetCaptureInfo",
     "cuThreadExchangeStreamCaptureMode", "cuGetErrorName", "cuGetErrorString", False, 8,
     (201, 400),  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
     {3: "after a fork the parent's use of the GPU cannot go on: start processes with spawn",
@@ -61,11 +64,27 @@ HIP = Vendor(
     "hip", ("amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll") if sys.platform == "win32"
     else ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"),
     "hipInit", "hipDriverGetVersion", "hipDeviceGet", "hipDevicePrimaryCtxRetain", "hipCtxPushCurrent", "hipCtxPopCurrent",
-    "hipModuleLoadData", "hipModuleUnload", "hipModuleGetFunction", "hipFuncSetAttribute", "hipModuleLaunchKernel",
+    "hipModuleLoadData", "hipModuleUnload", "hipModuleGetFunction", "hipFuncSetAttribute", "hipModuleLaunchKernel", None, None,
     "hipStreamGetCaptureInfo", "hipThreadExchangeStreamCaptureMode", "hipGetErrorName", "hipGetErrorString", True, 8, (201, 400), {},
 )
 VENDORS = {"cuda": CUDA, "hip": HIP}
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, of one whose value is up to three ints."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")] + [
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(LaunchAttribute)), ("count", ctypes.c_uint)]
+
+
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin when the launch before says that one may
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: of more than 8 blocks
 _RELAXED = 2  # capture mode: this thread may allocate and load while another, or itself, captures
 _lock = threading.RLock()
 
@@ -90,6 +109,9 @@ class Driver:
         v = ctypes.c_void_p
         u = ctypes.c_uint
         self.launch_raw = self._symbol(vendor.launch, v, u, u, u, u, u, u, u, v, v, v)
+        self.launch_ex = None  # where the driver has it: CUDA 11.8 on
+        if vendor.launch_ex and hasattr(self.lib, vendor.launch_ex):
+            self.launch_ex = self._symbol(vendor.launch_ex, v, v, v, v)
         self.call(vendor.init, ctypes.c_uint(0))
 
     def _open(self, names: tuple[str, ...]) -> ctypes.CDLL:
@@ -238,6 +260,25 @@ class Function:
         if code:
             self.failed(code, grid, threads, stream, arguments, about)
 
+    def config(self, grid: tuple[int, int], threads: int, cluster: int = 1, overlapping: bool = False) -> LaunchConfig:
+        """For `driver.launch_ex`; the caller sets `stream`. `cluster`: blocks of a column that run together. `overlapping`: beside the stream's
+        launch before, from when that one says."""
+        values = ([(_CLUSTER, (1, cluster, 1))] if cluster > 1 else []) + ([(_OVERLAP, (1, 0, 0))] if overlapping else [])
+        attributes = (LaunchAttribute * max(1, len(values)))(*(LaunchAttribute(i, b"", v, b"") for i, v in values))
+        return LaunchConfig(*grid, 1, threads, 1, 1, self.shared, None, attributes, len(values))
+
+    def clusters(self, threads: int, size: int) -> int:
+        """How many clusters of `size` blocks the device runs at the same time; 0 where the driver knows none."""
+        symbol = self.driver.vendor.clusters
+        if symbol is None or self.driver.launch_ex is None or not hasattr(self.driver.lib, symbol):
+            return 0
+        found, config = ctypes.c_int(), self.config((1, size), threads, size)
+        with self.driver.context(self.index):
+            if size > 8:
+                self.driver.call(self.driver.vendor.attribute, ctypes.c_void_p(self.handle), ctypes.c_int(_LARGE_CLUSTERS), ctypes.c_int(1))
+            self.driver.call(symbol, ctypes.byref(found), ctypes.c_void_p(self.handle), ctypes.byref(config))
+        return found.value
+
     def failed(self, code: int, grid: tuple[int, int], threads: int, stream: int, arguments: Any, about: str = "") -> None:
         """After a launch said `code`: launches again if only the thread's context was another, else raises."""
         if code in self.driver.vendor.wrong_context:
@@ -275,4 +316,4 @@ def _forget_after_fork() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)
 
-__all__ = ["CUDA", "Driver", "Function", "HIP", "VENDORS", "Vendor", "driver"]
+__all__ = ["CUDA", "Driver", "Function", "HIP", "LaunchConfig", "VENDORS", "Vendor", "driver"]

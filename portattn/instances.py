@@ -70,7 +70,7 @@ QUEUES = 4  # counters that the mixed kernel has besides
 class Limits(NamedTuple):
     """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a
     wave; whether keys wait in registers, for devices without asynchronous copies (AMD): shared memory is static there; whether it
-    has wgmma (Hopper)."""
+    has wgmma (Hopper), and clusters of 16 blocks (Hopper, data centre Blackwell)."""
 
     shared_block: int
     shared_sm: int
@@ -78,6 +78,7 @@ class Limits(NamedTuple):
     wave: int = 32
     staged: bool = False
     wgmma: bool = False
+    clusters: bool = False
 
 
 def head_dim_of(dim: int, dim_v: int) -> int:
@@ -130,20 +131,35 @@ def _decode(dtype: str, kv_dtype: str, dim: int, waves: int, stages: int, blocks
 
 
 PLAIN_CACHES = ("float8_e4m3fn",)  # besides q's dtype
+PLAIN_ROWS, MAX_CLUSTER = 8, 16  # kRows and kMaxCluster of plain.h
 
 
 def plain_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
     """PlainDecode::kSharedBytes of plain.h."""
-    return -(-decode_shared(kv_bytes, dim, waves, stages) // 16) * 16 + 32 * waves * stages + 16
+    stage = 32 * (dim * kv_bytes + (0 if dim * kv_bytes % 128 == 0 else 16))
+    tile = 32 * (dim + (0 if dim % 64 == 0 else 8)) * 2 if kv_bytes == 1 else 0
+    return waves * (stages * stage + tile) + 2 * MAX_CLUSTER * (dim + 4) * 4 + 16 + 2 * 32
 
 
-def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
-    """The instance for calls that ask for nothing special (native.is_plain)."""
-    few = decode_shape(dtype, kv_dtype, dim, limits)
-    kv_bytes, waves = 2 if kv_dtype == dtype else 1, few.unit // 16
-    stages = 2  # more in flight loses bandwidth: requests queue up beyond what the memory's controllers put in order
-    options = dict(few.instance.options) | {"PA_STAGES": str(stages)}
-    return few._replace(instance=Instance("plain", tuple(options.items())), shared=plain_shared(kv_bytes, dim, waves, stages))
+def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: bool = False) -> Shape:
+    """The instance for calls that ask for nothing special (native.is_plain); `ragged`: of which only sequences of one token are its."""
+    kv_bytes = 2 if kv_dtype == dtype else 1
+    for waves in (8, 4, 2):
+        stages = max((s for s in (2, 3) if plain_shared(kv_bytes, dim, waves, s) <= limits.shared_block), default=0)
+        if stages:
+            break
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
+               ("PA_RAGGED", str(int(ragged))))
+    return Shape(Instance("plain", options), 32 * waves, plain_shared(kv_bytes, dim, waves, stages), 16 * waves, 1)
+
+
+def clusters_of(heads_kv: int, blocks: int, largest: int = MAX_CLUSTER) -> tuple[int, int]:
+    """(lines, blocks of each line's cluster) for plain.h, of at most `blocks` in all: as many as can be, heads side by side."""
+    found = []
+    for lines in (n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and n <= max(1, blocks)):
+        size = 1 << (min(largest, max(1, blocks // lines)).bit_length() - 1)
+        found.append((lines * size, lines, size))
+    return max(found)[1:]
 
 
 def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
@@ -237,7 +253,7 @@ def limits_of(arch: str, sms: int = 1) -> Limits:
         wave, sm = GFX[arch]
         return Limits(64 << 10, sm << 10, sms, wave, staged=True)
     block, sm = SHARED_KIB.get(arch, (99, 100))
-    return Limits(block << 10, sm << 10, sms, wgmma=arch == "sm_90")
+    return Limits(block << 10, sm << 10, sms, wgmma=arch == "sm_90", clusters=arch in ("sm_90", "sm_100", "sm_103"))
 
 
 def every_instance(limits: Limits) -> list[Instance]:
@@ -248,8 +264,8 @@ def every_instance(limits: Limits) -> list[Instance]:
         for kv in (dtype, *eight):
             for dim in HEAD_DIMS:
                 found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, mixed_shape)]
-                if not limits.staged and kv in (dtype, *PLAIN_CACHES):
-                    found.append(plain_shape(dtype, kv, dim, limits).instance)
+                if limits.clusters and kv in (dtype, *PLAIN_CACHES):
+                    found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
         if limits.wgmma:
             found += [prefill_sm90_shape(dtype, dim).instance for dim in HEAD_DIMS]
     for dtype in ("float32", "float16", "bfloat16"):

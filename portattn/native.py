@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from . import config
-from .driver import Driver, Function
+from .driver import Driver, Function, LaunchConfig
 from .instances import (
     DECODE_ROWS,
     HEAD_DIMS,
     MAX_CUT_TILES,
     MAX_CUTS,
     PLAIN_CACHES,
+    PLAIN_ROWS,
     QUEUES,
     TILE_ROWS,
     TYPES,
@@ -33,6 +34,8 @@ from .instances import (
     decode_shared,
     head_dim_of,
     mixed_shape,
+    MAX_CLUSTER,
+    clusters_of,
     plain_shape,
     prefill_shared,
     prefill_sm90_shape,
@@ -233,13 +236,15 @@ MAX_SEQUENCES = 1024  # kMaxSequences of plain.h
 
 
 def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
-    """Whether plain.h can compute a call: a decode step over a paged cache that asks for nothing special (PlainParams of params.h)."""
+    """Whether plain.h can compute a call, or of a ragged one the sequences of one token: paged, and asking for nothing special (PlainParams of
+    params.h)."""
     kv, dtype = str(call.k.dtype)[6:], str(call.q.dtype)[6:]
-    absent = (call.cu_seqlens_q, call.alibi_slopes, call.sinks, call.rotary_cos)
+    absent = (call.alibi_slopes, call.sinks, call.rotary_cos)
     return (
-        call.q.dim() == 4 and call.q.shape[1] == 1 and 0 < call.q.shape[0] <= MAX_SEQUENCES
+        (call.q.shape[1] == 1 if call.q.dim() == 4 else True) and 0 < values["batch"] <= MAX_SEQUENCES
         and values["flags"] == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
-        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= TILE_ROWS and values["window_left"] < 0
+        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= PLAIN_ROWS and values["window_left"] < 0
+        and all(values[f"{x}_{axis}"] < 1 << 31 for x in "kv" for axis in ("batch", "token"))
         and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
         and not isinstance(call.k_scale, Tensor) and not isinstance(call.v_scale, Tensor) and (kv == dtype or kv in PLAIN_CACHES)
     )
@@ -249,34 +254,28 @@ def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    if not limits.staged and config.flag("PORTATTN_CUDA_PLAIN") and is_plain(call, attention_values(call, out), dim):
+    if limits.clusters and call.q.dim() == 4 and is_plain(call, attention_values(call, out), dim):
         return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
     return attention_shape(call, problem, dim, limits)
 
 
-def plain_room(values: dict[str, Any], dim: int) -> Room:
-    """What a launch of the plain kernel needs: a ticket counter a line, and a state a part."""
-    return Room(QUEUES + 8 * values["lines"], values["lines"] * values["workers"] * values["partial_rows"] * (dim + 2))
-
-
 # ------------------------------------------------------------------ workspaces
 class Workspaces:
-    """Counters and partial states, one pair per stream. Between launches the counters are `rest`: the kernels put them back;
-    where that is -1 (plain.h), the states are too.
+    """Counters and partial states, one pair per stream. Between launches the counters are zero: the kernels put them back.
 
     A graph capture gets a pair of its own, from the graph's memory pool and zeroed by the graph, so that replays and
     eager calls, or two graphs, do not share one.
     """
 
-    def __init__(self, device: torch.device, driver: Driver, rest: int = 0):
-        self.device, self.driver, self.rest = device, driver, rest
+    def __init__(self, device: torch.device, driver: Driver):
+        self.device, self.driver = device, driver
         self.eager: dict[int, tuple[Room, int, int, Tensor]] = {}
         self.captured: dict[int, tuple[int, Room, int, int, Tensor]] = {}
 
     def _make(self, need: Room) -> tuple[int, int, Tensor]:
         counters = -(-need.counters // 64) * 64  # partial states start at a multiple of 256 bytes
         whole = torch.empty(counters + need.floats, dtype=torch.int32, device=self.device)
-        (whole if self.rest else whole[:counters]).fill_(self.rest)
+        whole[:counters].zero_()
         return whole.data_ptr() + 4 * counters, whole.data_ptr(), whole
 
     def get(self, stream: int, need: Room) -> tuple[int, int]:
@@ -306,19 +305,26 @@ class Record(NamedTuple):
     buffer: bytearray
     arguments: ctypes.Array
     pointer: ctypes.c_void_p  # to arguments
+    config: LaunchConfig | None = None  # of a launch with attributes
 
 
-def record(packed: bytearray) -> Record:
+def record(packed: bytearray, config: LaunchConfig | None = None) -> Record:
     buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)))
+    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)), config)
 
 
 class Launcher:
-    """A kernel bound to constants and a grid: patches pointers and launches. Safe to use from several threads at once."""
+    """A kernel bound to constants and a grid: patches pointers and launches. Safe to use from several threads at once.
+
+    `cluster`: blocks of a column that run together. `overlapping`: the kernel may run beside the stream's launch before, whose kernel says
+    from when on, where the driver can.
+    """
 
     def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], grid: tuple[int, int], threads: int,
-                 about: str):
+                 about: str, cluster: int = 1, overlapping: bool = False):
+        self.cluster, self.overlapping = cluster, overlapping
+        self.plainly = cluster == 1 and not (overlapping and function.driver.launch_ex)  # without attributes
         self.function, self.grid, self.threads, self.about = function, grid, threads, about
         self.fields, self.values = fields, values
         self.pointers = struct.Struct(f"<{pointers(fields)}Q").pack_into
@@ -335,9 +341,14 @@ class Launcher:
         try:
             item = pool.pop()  # nobody else has it meanwhile
         except IndexError:
-            item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}))
+            config = None if self.plainly else self.function.config(self.grid, self.threads, self.cluster, self.overlapping)
+            item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}), config)
         self.pointers(item.buffer, 0, *addresses)
-        code = self.raw(stream, item.pointer, None)
+        if item.config is None:
+            code = self.raw(stream, item.pointer, None)
+        else:
+            item.config.stream = stream
+            code = self.function.driver.launch_ex(ctypes.addressof(item.config), self.function.handle, item.pointer, None)
         if code:
             self.function.failed(code, self.grid, self.threads, stream, item.arguments, self.about)
         pool.append(item)
@@ -358,7 +369,7 @@ class Device:
         self.driver, self.arch, self.limits = driver, arch, limits
         self.device = device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
         self.index = self.device.index
-        self.workspaces, self.plain_workspaces = Workspaces(self.device, driver), Workspaces(self.device, driver, -1)
+        self.workspaces = Workspaces(self.device, driver)
 
     def function(self, instance: Instance, shared: int) -> Function:
         shared = 0 if self.limits.staged else shared  # static there
@@ -472,11 +483,9 @@ class Attention(_Bound):
         super().__init__(device)
         out = call.out if call.out is not None else self._new_out(call)
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
-        self.values = attention_values(call, out)
-        shape = kernel_of(call, problem, device.limits) if plain else attention_shape(call, problem, dim, device.limits)
-        plain = shape.instance.kernel == "plain"
-        self.problem, self.plain, self.general = problem, plain, None  # general: for pointers that turn out not to be aligned
-        self.workspaces = device.plain_workspaces if plain else device.workspaces
+        self.problem, self.values = problem, attention_values(call, out)
+        self.plain, self.before, self.general = False, None, None
+        self.workspaces = device.workspaces
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
@@ -484,16 +493,12 @@ class Attention(_Bound):
         self.empty = out.numel() == 0
         if self.empty:
             return
-
-        def launcher(shape: Shape, **more: Any) -> Launcher:
-            values = self.values | sharing(call, shape, device.limits) | more
-            self.room = (plain_room if plain else room)(values, dim)
-            return Launcher(device.function(shape.instance, shape.shared), ATTENTION, values, grid_of(call, shape, values), shape.threads, str(problem))
-
-        self.launch = launcher(shape)
-        self.before = None  # of a launch of tiles alone: the decode kernel, for sequences of few rows
-        if not shape.unit and few_rows_possible(call):
-            self.before = launcher(decode_shape(problem.dtype, problem.kv_dtype, dim, device.limits), flags=self.values["flags"] | TILED)
+        self.room = Room(0, 0)
+        if plain and kernel_of(call, problem, device.limits).instance.kernel == "plain":
+            self.launch = self._plain_launcher(call, dim, device.limits.sms)
+            self.plain = self.launch is not None  # general: for pointers that turn out not to be aligned
+        if not self.plain:
+            self._bind_general(call, dim, plain)
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
         self.out_mask = 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
         # The pointers that such calls have besides q, k, v, out and lse: (place in the struct, the Call's field).
@@ -501,6 +506,44 @@ class Attention(_Bound):
                  "alibi": "alibi_slopes"}
         places = [(i, Call._fields.index(names.get(name, name))) for i, (name, _) in enumerate(ATTENTION[5:15], 5)]
         self.present = [(place, field) for place, field in places if isinstance(call[field], Tensor)]
+
+    def _launcher(self, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1, overlapping: bool = False) -> Launcher:
+        function = self.device.function(shape.instance, shape.shared)
+        return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, overlapping)
+
+    def _plain_launcher(self, call: Call, dim: int, blocks: int) -> Launcher | None:
+        """plain.h on at most so many blocks; None where the device does not run its clusters all at once."""
+        shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged=call.q.dim() == 3)
+        for largest in (MAX_CLUSTER, 8):  # 8: any Hopper; a device with multiprocessors missing may not have room for more
+            lines, size = clusters_of(self.values["heads_kv"], blocks, largest)
+            function = self.device.function(shape.instance, shape.shared)
+            if size * lines * 4 >= blocks and function.clusters(shape.threads, size) >= lines:
+                values = self.values | dealing(self.values["heads_kv"], lines * size, lines)
+                return self._launcher(shape, values, (lines, size), size)
+        return None
+
+    def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
+        problem, limits = self.problem, self.device.limits
+        shape = attention_shape(call, problem, dim, limits)
+        values = self.values | sharing(call, shape, limits)
+        self.room = room(values, dim)
+        grid = grid_of(call, shape, values)
+        if shape.unit or not few_rows_possible(call):
+            self.launch = self._launcher(shape, values, grid)
+            return
+        # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
+        # which take the others too when it ends: one that waits for memory and one that computes, side by side.
+        if plain and limits.clusters and is_plain(call, self.values, dim):
+            self.before = self._plain_launcher(call, dim, limits.sms // 2)
+        if self.before is not None:
+            self.plain = True
+            self.launch = self._launcher(shape, values | {"flags": values["flags"] | TILED}, grid, overlapping=True)
+            return
+        self.launch = self._launcher(shape, values, grid)
+        few = decode_shape(problem.dtype, problem.kv_dtype, dim, limits)
+        values = self.values | sharing(call, few, limits) | {"flags": self.values["flags"] | TILED}
+        self.room = room(values, dim)
+        self.before = self._launcher(few, values, grid_of(call, few, values))
 
     @staticmethod
     def _new_out(call: Call) -> Tensor:

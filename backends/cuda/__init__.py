@@ -30,7 +30,7 @@ def probe(device: torch.device) -> tuple[Reason, ...]:
     return codeobjects.available("cuda", found.arch)
 
 
-def builds_wgmma(arch: str) -> bool:
+def builds_hopper(arch: str) -> bool:
     """Whether Hopper's kernels can be had: prebuilt, or from CUDA 12's NVRTC or a newer one."""
     if any(name.startswith("prefill_sm90") for name in codeobjects.prebuilt_index("cuda").get(arch, {})):
         return True
@@ -44,9 +44,10 @@ def _device(index: int) -> native.Device:
     props = torch.cuda.get_device_properties(index)
     arch = facts(device).arch
     known = limits_of(arch)  # where torch does not say (before 2.7)
+    newest = builds_hopper(arch)
     limits = native.Limits(getattr(props, "shared_memory_per_block_optin", known.shared_block),
                            getattr(props, "shared_memory_per_multiprocessor", known.shared_sm), props.multi_processor_count,
-                           wgmma=known.wgmma and builds_wgmma(arch))
+                           wgmma=known.wgmma and newest, clusters=known.clusters and newest)
     return native.Device(driver("cuda"), device, arch, limits)
 
 

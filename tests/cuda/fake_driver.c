@@ -88,6 +88,31 @@ int NAME(cuLaunchKernel, hipModuleLaunchKernel)(void* f, unsigned gx, unsigned g
   memcpy(params_, params[0], 368);
   return 0;
 }
+#ifndef HIP
+/* CUDA's own, as cuda.h lays them out: CUlaunchAttribute is an id and, 8 bytes in, 64 bytes of value. */
+typedef struct { int id; char pad[4]; union { char pad[64]; struct { unsigned x, y, z; } cluster; int overlap; } value; } Attribute;
+typedef struct { unsigned gx, gy, gz, bx, by, bz, shared; void* stream; Attribute* attributes; unsigned count; } Config;
+int cuLaunchKernelEx(const Config* c, void* f, void** params, void** extra) {
+  char said[100] = "";
+  for (unsigned i = 0; i < c->count; ++i) {
+    const Attribute* a = c->attributes + i;
+    char* end = said + strlen(said);
+    if (a->id == 4) sprintf(end, " cluster %u %u %u", a->value.cluster.x, a->value.cluster.y, a->value.cluster.z);
+    else if (a->id == 6) sprintf(end, " overlapping %d", a->value.overlap);
+    else return 1;
+  }
+  NOTE(9, "launch", "grid %u %u %u block %u %u %u shared %u stream %p%s", c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, said);
+  if (!f || extra || !params || !params[0] || c->gz != 1 || c->by != 1 || c->bz != 1) return 1;
+  memcpy(params_, params[0], 368);
+  return 0;
+}
+int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* c) {
+  const char* most = getenv("FAKE_BLOCKS_IN_CLUSTERS");
+  if (!depth_ || !function || c->count != 1 || c->attributes[0].id != 4) return 1;
+  *clusters = (most ? atoi(most) : 128) / (int)c->attributes[0].value.cluster.y;
+  return 0;
+}
+#endif
 int NAME(cuStreamGetCaptureInfo, hipStreamGetCaptureInfo)(void* stream, int* status, unsigned long long* id) {
   *status = stream == (void*)7;
   *id = 42;

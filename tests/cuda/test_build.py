@@ -34,8 +34,9 @@ def chosen() -> list[tuple[str, Instance]]:
         pick += [(arch, instances.decode_shape("bfloat16", "bfloat16", dim, limits).instance)]
     limits = limits_of("sm_90")
     return [*pick, ("sm_90", instances.decode_shape("float16", "float8_e4m3fn", 128, limits).instance),
-            *((arch, instances.plain_shape("bfloat16", kv, dim, limits_of(arch)).instance)
-              for arch, kv, dim in (("sm_80", "bfloat16", 128), ("sm_86", "bfloat16", 256), ("sm_90", "float8_e4m3fn", 128), ("sm_120", "bfloat16", 96))),
+            *((arch, instances.plain_shape("bfloat16", kv, dim, limits_of(arch), ragged).instance)
+              for arch, kv, dim, ragged in (("sm_90", "bfloat16", 128, False), ("sm_90", "float8_e4m3fn", 128, True), ("sm_90", "bfloat16", 256, False),
+                                            ("sm_100", "bfloat16", 80, True))),
             ("sm_90", instances.mixed_shape("bfloat16", "bfloat16", 64, limits).instance),
             ("sm_90", instances.prefill_sm90_shape("bfloat16", 128).instance),
             ("sm_80", instances.small_instance("append", "float16", "float8_e5m2")), ("sm_86", instances.small_instance("merge", "float32"))]

@@ -113,9 +113,8 @@ def test_graphs_and_eager_calls_at_the_same_time_do_not_share_partial_results():
 
 
 @pytest.mark.parametrize("batch, top", [(1, 9000), (8, 1000), (256, 4000)])
-def test_plain_decodes_of_ragged_lengths_are_right_and_the_same_bits_in_every_replay(batch, top, monkeypatch):
-    """Parts wait for each other's states; the general kernel, which a sink of -inf asks for, has none of that."""
-    monkeypatch.setenv("PORTATTN_CUDA_PLAIN", "1")
+def test_plain_decodes_of_ragged_lengths_are_right_and_the_same_bits_in_every_replay(batch, top):
+    """Blocks of a cluster send each other states; the general kernel, which a sink of -inf asks for, has none of that."""
     r = random.Random(batch)
     lens = [top, *(round(16 * (top / 16) ** r.random()) for _ in range(batch - 1))]
     (q, *rest), _ = problem(lens, (1,), (32, 8), 128, 128, 16, torch.bfloat16)
@@ -132,6 +131,27 @@ def test_plain_decodes_of_ragged_lengths_are_right_and_the_same_bits_in_every_re
         captured.fill_(float("nan"))
         graph.replay()
         assert torch.equal(captured, out)
+
+
+def test_mixed_batches_whose_launches_overlap_are_right_in_every_replay_and_before_what_comes_next():
+    r = random.Random(3)
+    q_lens = [r.choice([1, 1, 1, 40, 200]) for _ in range(40)]
+    lens = [n + r.randint(0, 900) for n in q_lens]
+    args, options = problem(lens, q_lens, (32, 8), 128, 128, 16, torch.bfloat16, ragged=True, causal=True)
+    check(args, options)
+    want = on_gpu(args, options)[0].clone()
+    gpu = [x.cuda() for x in args]
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    graph, out, seen = torch.cuda.CUDAGraph(), torch.empty_like(gpu[0]), []
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            portattn.attention_paged(*gpu, **options, out=out, backend="cuda")
+            seen.append(out.clone())
+            out.fill_(float("nan"))
+    for _ in range(10):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, want) for x in seen)
 
 
 def test_eight_threads_on_their_own_streams():

@@ -60,4 +60,4 @@ def test_hoppers_kernels_want_cuda_12(monkeypatch, version, able):
     backend = importlib.import_module("portattn.backends.cuda")
     monkeypatch.setattr(backend.codeobjects, "prebuilt_index", lambda vendor: {})
     monkeypatch.setattr(backend.codeobjects, "nvrtc", lambda: types.SimpleNamespace(version=version))
-    assert backend.builds_wgmma("sm_90") is able
+    assert backend.builds_hopper("sm_90") is able

@@ -165,9 +165,14 @@ def test_division_by_constants_is_exact():
             assert (a * inverse >> 32) >> shift == a // d
 
 
-@pytest.fixture(autouse=True)
-def plain_kernel_is_on(monkeypatch):
-    monkeypatch.setenv("PORTATTN_CUDA_PLAIN", "1")
+# ------------------------------------------------------------------ plain.h
+@pytest.fixture
+def hopper(device):
+    """The fake device with clusters; HIP's driver has none whatever the limits say."""
+    if device.driver.vendor.name == "hip":
+        pytest.skip("device: HIP has no clusters")
+    device.limits = LIMITS._replace(sms=64, wgmma=True, clusters=True)
+    return device
 
 
 def plain(**changed):
@@ -179,45 +184,80 @@ def kernels(run) -> tuple[str, str]:
     return run.launch.function.what.split("-")[0], run.general.launch.function.what.split("-")[0] if run.general else ""
 
 
+def launches(device) -> list[str]:
+    return [x for x in log(device.library) if x.startswith("launch")]
+
+
 @pytest.mark.parametrize("changed", [
     dict(kv_lens=torch.zeros(3, dtype=torch.int64)), dict(sinks=torch.ones(8)), dict(softcap=2.0), dict(window_left=3), dict(batch_invariant=True),
     dict(out=torch.zeros(3, 1, 8, 64)), dict(k_scale=torch.ones(2)), dict(alibi_slopes=torch.ones(8)),
 ], ids=lambda c: next(iter(c)))
-def test_calls_that_ask_for_more_are_not_plain(device, changed):
-    assert kernels(native.Attention(device, plain(), problem()))[0] == "plain"
-    assert kernels(native.Attention(device, plain(**changed), problem()))[0] == "decode"
+def test_calls_that_ask_for_more_are_not_plain(hopper, changed):
+    assert kernels(native.Attention(hopper, plain(), problem()))[0] == "plain"
+    assert kernels(native.Attention(hopper, plain(**changed), problem()))[0] == "decode"
 
 
-def test_the_plain_kernel_serves_only_where_it_is_asked_for(device, monkeypatch):
-    monkeypatch.delenv("PORTATTN_CUDA_PLAIN")
+def test_without_clusters_the_general_kernel_serves(device):
     assert kernels(native.Attention(device, plain(), problem()))[0] == "decode"
+    device.limits = LIMITS._replace(sms=64, clusters=True)
+    assert kernels(native.Attention(device, plain(), problem()))[0] == ("plain" if device.driver.vendor.name == "cuda" else "decode")
+
+
+def test_a_line_is_a_cluster_as_large_as_the_device_runs_all_at_once(hopper, monkeypatch):
+    native.Attention(hopper, plain(), problem())(plain())
+    assert launches(hopper)[-1].startswith("launch grid 2 16 1 block 256 1 1") and launches(hopper)[-1].endswith("stream 0x90 cluster 1 16 1")
+    assert any(x == "attribute 14 1" for x in log(hopper.library)), "more than 8 blocks are asked for first"
+    monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "24")
+    native.Attention(hopper, plain(), problem())(plain())
+    assert launches(hopper)[-1].startswith("launch grid 2 8 1 ") and launches(hopper)[-1].endswith("cluster 1 8 1")
+    monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "8")
+    assert kernels(native.Attention(hopper, plain(), problem()))[0] == "decode"
+
+
+@pytest.mark.parametrize("heads, blocks, expected", [(8, 132, (8, 16)), (16, 132, (16, 8)), (32, 132, (32, 4)), (4, 132, (4, 16)), (6, 132, (6, 16)),
+                                                     (40, 132, (8, 16)), (8, 66, (8, 8)), (1, 132, (1, 16)), (8, 3, (2, 1))])
+def test_clusters_fill_the_device_with_heads_side_by_side(heads, blocks, expected):
+    lines, size = native.clusters_of(heads, blocks)
+    assert (lines, size) == expected and heads % lines == 0 and lines * size <= blocks
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_a_plain_call_on_a_pointer_that_is_not_aligned_takes_the_general_kernel(device, name):
+def test_a_plain_call_on_a_pointer_that_is_not_aligned_takes_the_general_kernel(hopper, name):
     call = plain()
-    run = native.Attention(device, call, problem())
+    run = native.Attention(hopper, call, problem())
     run(call)
-    assert seen(device)["flags"] == native.ALIGNED | native.OUT_ALIGNED | native.UNIFORM_PAGES | native.PAGED
+    assert seen(hopper)["flags"] == native.ALIGNED | native.OUT_ALIGNED | native.UNIFORM_PAGES | native.PAGED
     x = getattr(call, name)
     shifted = torch.zeros(x.numel() + 1, dtype=torch.bfloat16)[1:].view(x.shape)
     run(call._replace(**{name: shifted}))
-    assert seen(device)[name] == shifted.data_ptr() and kernels(run) == ("plain", "decode")
+    assert seen(hopper)[name] == shifted.data_ptr() and kernels(run) == ("plain", "decode")
     run(call)
-    assert seen(device)[name] == x.data_ptr()
+    assert seen(hopper)[name] == x.data_ptr()
 
 
-def test_plain_calls_have_a_workspace_of_their_own_that_rests_at_minus_one(device):
-    native.Attention(device, plain(), problem())(plain())
-    own = seen(device)["counters"]
-    native.Attention(device, paged(), problem())(paged())
-    assert seen(device)["counters"] != own
-    (_, _, at, whole), = device.plain_workspaces.eager.values()
-    assert at == own and (whole == -1).all()
+def ragged(**changed):
+    bf = lambda *s: torch.zeros(*s, dtype=torch.bfloat16)
+    return plain(q=bf(72, 8, 64), out=bf(72, 8, 64), max_seqlen_q=70, cu_seqlens_q=torch.tensor([0, 1, 71, 72], dtype=torch.int32))._replace(**changed)
+
+
+def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):
+    run = native.Attention(hopper, ragged(), problem())
+    run(ragged())
+    first, second = launches(hopper)[-2:]
+    assert first.startswith("launch grid 2 16 1 ") and first.endswith("cluster 1 16 1") and second.endswith("overlapping 1")
+    assert "plain" in run.before.function.what and "ragged1" in run.before.function.what and "prefill_sm90" in run.launch.function.what
+    assert seen(hopper)["flags"] & native.TILED and seen(hopper)["cu_q"]
+
+
+def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):
+    run = native.Attention(hopper, ragged(softcap=3.0), problem())
+    run(ragged(softcap=3.0))
+    assert run.before.function.what.startswith("decode") and not any("overlapping" in x or "cluster" in x for x in launches(hopper))
+    assert run.before.values["flags"] & native.TILED and not run.launch.values["flags"] & native.TILED
 
 
 def test_a_workspace_that_does_not_fit_is_torchs_error_and_the_next_call_works(device, monkeypatch):
-    call = plain()
+    call = paged()
     run = native.Attention(device, call, problem())
 
     def full(*args, **kwargs):
@@ -227,4 +267,4 @@ def test_a_workspace_that_does_not_fit_is_torchs_error_and_the_next_call_works(d
         m.setattr(native.torch, "empty", full)
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             run(call)
-    assert run(call) is call.out and not device.plain_workspaces.captured
+    assert run(call) is call.out and not device.workspaces.captured

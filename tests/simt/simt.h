@@ -1,5 +1,5 @@
-// A device on the host: every lane of a block is a fiber, so that the shared kernels run as they are, one block after
-// the other, under a debugger or a sanitizer.
+// A device on the host: every lane of a block is a fiber, so that the shared kernels run as they are, one block (or cluster
+// of blocks) after the other, under a debugger or a sanitizer.
 //
 // What it is strict about: a barrier or collective that some lanes miss, or that lanes of one wave reach at different
 // places, ends the run with the places (file and line); shared memory starts as NaN; asynchronous copies land when
@@ -73,11 +73,13 @@ struct Lane {
   std::vector<Copy> open;
   std::vector<std::vector<std::function<void()>>> products;  // committed, begun and not yet done
   std::vector<std::function<void()>> begun;
+  bool met_cluster = false;
   void* fake_stack = nullptr;
 };
 
 constexpr std::size_t kStack = 256 << 10;
 
+struct Cluster;
 struct Block {
   int index = 0, grid_x = 1, threads = 0;
   std::vector<Lane> lanes;
@@ -94,7 +96,13 @@ struct Block {
   std::size_t scheduler_size = 0;
   int current = 0;
   const std::function<void()>* body = nullptr;
+  Cluster* cluster = nullptr;
   std::string error;
+};
+// Blocks that run at the same time and reach each other's shared memory; most launches have clusters of one.
+struct Cluster {
+  std::vector<Block> blocks;
+  long arrived = 0;
 };
 
 inline Block*& block() {
@@ -179,88 +187,116 @@ Exchange<T> exchange(Group& g, int i, const T& x, Place here) {
   return {payload.data()};
 }
 
-inline void run_block(Block& b, Order order, std::mt19937& random) {
+// Every lane that can go on does, until it waits; says whether one could.
+inline bool advance(Block& b, Order order, std::mt19937& random) {
   std::vector<int> turn(b.threads);
   for (int i = 0; i < b.threads; ++i) turn[i] = order == kReverse ? b.threads - 1 - i : i;
-  int left = b.threads;
-  while (left) {
+  if (order == kRandom) std::shuffle(turn.begin(), turn.end(), random);
+  block() = &b;
+  bool moved = false;
+  for (int i : turn) {
+    Lane& l = b.lanes[i];
+    if (l.done || (l.waits && l.waits->generation < l.until && b.error.empty())) continue;
+    moved = true;
+    l.waits = nullptr;
+    b.current = i;
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&b.scheduler_fake, l.stack.get(), kStack);
+#endif
+    swapcontext(&b.scheduler, &l.context);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(b.scheduler_fake, nullptr, nullptr);
+#endif
+  }
+  return moved;
+}
+
+// Returns the first error, or "".
+inline std::string run_cluster(Cluster& c, Order order, std::mt19937& random) {
+  std::vector<int> turn(c.blocks.size());
+  for (std::size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(order == kReverse ? turn.size() - 1 - i : i);
+  for (;;) {
     if (order == kRandom) std::shuffle(turn.begin(), turn.end(), random);
-    bool moved = false;
-    for (int i : turn) {
-      Lane& l = b.lanes[i];
-      if (l.done || (l.waits && l.waits->generation < l.until && b.error.empty())) continue;
-      moved = true;
-      l.waits = nullptr;
-      b.current = i;
-#if defined(__SANITIZE_ADDRESS__)
-      __sanitizer_start_switch_fiber(&b.scheduler_fake, l.stack.get(), kStack);
-#endif
-      swapcontext(&b.scheduler, &l.context);
-#if defined(__SANITIZE_ADDRESS__)
-      __sanitizer_finish_switch_fiber(b.scheduler_fake, nullptr, nullptr);
-#endif
-      if (l.done) --left;
+    bool moved = false, left = false;
+    std::string error;
+    for (int i : turn) moved |= advance(c.blocks[i], order, random);
+    for (Block& b : c.blocks) {
+      for (Lane& l : b.lanes) left |= !l.done;
+      if (error.empty()) error = b.error;
     }
-    if (!moved) {
-      std::string where;
-      for (int i = 0; i < b.threads && where.size() < 500; ++i)
-        if (!b.lanes[i].done) where += " lane " + std::to_string(i) + " at " + text(b.lanes[i].place) + ";";
-      b.error = "lanes wait for others that never come:" + where;
-    }
+    if (!error.empty())
+      for (Block& b : c.blocks) b.error = error;  // all lanes end
+    if (!left) return error;
+    if (moved) continue;
+    std::string where;
+    for (std::size_t i = 0; i < c.blocks.size(); ++i)
+      for (int n = 0; n < c.blocks[i].threads && where.size() < 500; ++n)
+        if (!c.blocks[i].lanes[n].done)
+          where += (i ? " block " + std::to_string(i) : std::string()) + " lane " + std::to_string(n) + " at " + text(c.blocks[i].lanes[n].place) + ";";
+    c.blocks[0].error = "lanes wait for others that never come:" + where;
   }
 }
 
-// Runs `body` for every lane of every block. Returns the first error, or "".
-inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes, Order order, unsigned seed, const std::function<void()>& body) {
+// Runs `body` for every lane of every block; `cluster` blocks of a column together. Returns the first error, or "".
+inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes, Order order, unsigned seed, const std::function<void()>& body,
+                          int cluster = 1) {
   std::mt19937 random(seed);
-  const int grid = grid_x * grid_y;
-  std::vector<int> blocks(grid);
-  for (int i = 0; i < grid; ++i) blocks[i] = order == kReverse ? grid - 1 - i : i;
-  if (order == kRandom) std::shuffle(blocks.begin(), blocks.end(), random);
-  Block b;
-  b.grid_x = grid_x;
-  b.threads = threads;
-  b.body = &body;
-  b.lanes.resize(threads);
-  for (Lane& l : b.lanes) l.stack.reset(new std::uint8_t[kStack]);
-  auto group = [&](Group& g, int from, int n) {
-    for (int i = 0; i < n; ++i) g.lanes.push_back(from + i);
-    for (auto& p : g.payload) p.resize(static_cast<std::size_t>(n) * kMaxPayload);
-  };
-  group(b.all, 0, threads);
-  b.waves.resize(threads / SIMT_WAVE);
-  for (std::size_t w = 0; w < b.waves.size(); ++w) group(b.waves[w], static_cast<int>(w) * SIMT_WAVE, SIMT_WAVE);
-  b.warps.resize(threads / 32);
-  for (std::size_t w = 0; w < b.warps.size(); ++w) group(b.warps[w], static_cast<int>(w) * 32, 32);
-  b.quads.resize(threads / 128);
-  for (std::size_t w = 0; w < b.quads.size(); ++w) group(b.quads[w], static_cast<int>(w) * 128, 128);
-  b.order = order;
-  block() = &b;
-  for (int index : blocks) {
-    b.index = index;
-    b.polls = 0;
-    for (Named& n : b.named) n = {};
-    // A block of its own for each run, exactly as large as asked for: an overrun is a sanitizer's finding.
-    b.memory = std::vector<std::uint8_t>(shared_bytes + 128, 0xff);
-    b.shared = b.memory.data() + (128 - reinterpret_cast<std::uintptr_t>(b.memory.data()) % 128) % 128;
-    for (Lane& l : b.lanes) {
-      l.done = false;
-      l.waits = nullptr;
-      l.groups.clear();
-      l.open.clear();
-      l.products.clear();
-      l.begun.clear();
-      getcontext(&l.context);
-      l.context.uc_stack.ss_sp = l.stack.get();
-      l.context.uc_stack.ss_size = kStack;
-      l.context.uc_link = nullptr;
-      makecontext(&l.context, lane_main, 0);
+  const int grid = grid_x * grid_y / cluster;
+  std::vector<int> turn(grid);
+  for (int i = 0; i < grid; ++i) turn[i] = order == kReverse ? grid - 1 - i : i;
+  if (order == kRandom) std::shuffle(turn.begin(), turn.end(), random);
+  Cluster c;
+  c.blocks.resize(cluster);
+  for (Block& b : c.blocks) {
+    b.cluster = &c;
+    b.grid_x = grid_x;
+    b.threads = threads;
+    b.body = &body;
+    b.order = order;
+    b.lanes.resize(threads);
+    for (Lane& l : b.lanes) l.stack.reset(new std::uint8_t[kStack]);
+    auto group = [&](Group& g, int from, int n) {
+      for (int i = 0; i < n; ++i) g.lanes.push_back(from + i);
+      for (auto& p : g.payload) p.resize(static_cast<std::size_t>(n) * kMaxPayload);
+    };
+    group(b.all, 0, threads);
+    b.waves.resize(threads / SIMT_WAVE);
+    for (std::size_t w = 0; w < b.waves.size(); ++w) group(b.waves[w], static_cast<int>(w) * SIMT_WAVE, SIMT_WAVE);
+    b.warps.resize(threads / 32);
+    for (std::size_t w = 0; w < b.warps.size(); ++w) group(b.warps[w], static_cast<int>(w) * 32, 32);
+    b.quads.resize(threads / 128);
+    for (std::size_t w = 0; w < b.quads.size(); ++w) group(b.quads[w], static_cast<int>(w) * 128, 128);
+  }
+  std::string error;
+  for (int n : turn) {
+    c.arrived = 0;
+    for (int rank = 0; rank < cluster; ++rank) {
+      Block& b = c.blocks[rank];
+      b.index = n % grid_x + (n / grid_x * cluster + rank) * grid_x;
+      b.polls = 0;
+      for (Named& x : b.named) x = {};
+      // A block of its own for each run, exactly as large as asked for: an overrun is a sanitizer's finding.
+      b.memory = std::vector<std::uint8_t>(shared_bytes + 128, 0xff);
+      b.shared = b.memory.data() + (128 - reinterpret_cast<std::uintptr_t>(b.memory.data()) % 128) % 128;
+      for (Lane& l : b.lanes) {
+        l.done = l.met_cluster = false;
+        l.waits = nullptr;
+        l.groups.clear();
+        l.open.clear();
+        l.products.clear();
+        l.begun.clear();
+        getcontext(&l.context);
+        l.context.uc_stack.ss_sp = l.stack.get();
+        l.context.uc_stack.ss_size = kStack;
+        l.context.uc_link = nullptr;
+        makecontext(&l.context, lane_main, 0);
+      }
     }
-    run_block(b, order, random);
-    if (!b.error.empty()) break;
+    error = run_cluster(c, order, random);
+    if (!error.empty()) break;
   }
   block() = nullptr;
-  return b.error;
+  return error;
 }
 
 }  // namespace simt

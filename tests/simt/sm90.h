@@ -20,25 +20,65 @@ inline u8* shared_tiles() {
 constexpr int kAlignment = 1024;  // what shared_tiles may skip
 
 struct alignas(8) Barrier {
-  u16 expected, pending;
-  u32 phase;
+  u8 expected, pending;
+  u16 phase;
+  i32 bytes;  // that are still to come; negative: more came than were asked for yet
 };
 static_assert(sizeof(Barrier) == 8, "as on the device");
 
-inline void init(Barrier& b, int arrivals) { b = {static_cast<u16>(arrivals), static_cast<u16>(arrivals), 0}; }
+inline void init(Barrier& b, int arrivals) { b = {static_cast<u8>(arrivals), static_cast<u8>(arrivals), 0, 0}; }
 inline void init_done() {}
+inline void next_phase(Barrier& b) {
+  if (b.pending || b.bytes) return;
+  b.pending = b.expected;
+  ++b.phase;
+  for (simt::Block& block : simt::block()->cluster->blocks) block.polls = 0;
+}
 inline void arrive(Barrier& b, SIMT_HERE) {
   if (b.pending == 0 || b.pending > b.expected) simt::fail("an arrival at a barrier that was not set up, at " + simt::text(here));
-  if (--b.pending == 0) {
-    b.pending = b.expected;
-    ++b.phase;
-    simt::block()->polls = 0;
-  }
+  --b.pending;
+  next_phase(b);
+}
+inline void expect(Barrier& b, int bytes, SIMT_HERE) {
+  b.bytes += bytes;
+  arrive(b, here);
 }
 // A phase's parity: a wait for the parity before the current one succeeds.
 inline bool reached(Barrier& b, u32 parity) { return (b.phase & 1) != parity; }
 inline void wait(Barrier& b, u32 parity, SIMT_HERE) {
   while (!reached(b, parity)) simt::yield(here);
+}
+
+inline void wait_for_peers(Barrier& b, u32 parity, SIMT_HERE) { wait(b, parity, here); }
+
+inline void cluster_arrive() {
+  simt::lane().met_cluster = true;
+  ++simt::block()->cluster->arrived;
+}
+inline void cluster_wait(SIMT_HERE) {
+  simt::Cluster& c = *simt::block()->cluster;
+  if (!simt::lane().met_cluster) simt::fail("a lane waits for its cluster before it arrives, at " + simt::text(here));
+  while (c.arrived < static_cast<long>(c.blocks.size()) * simt::block()->threads) simt::yield(here);
+}
+using Peer = u8*;
+inline Peer peer(const void* p, int rank) {
+  simt::Cluster& c = *simt::block()->cluster;
+  if (rank < 0 || rank >= static_cast<int>(c.blocks.size())) simt::fail("there is no such block in the cluster");
+  return c.blocks[rank].shared + (static_cast<const u8*>(p) - simt::block()->shared);
+}
+inline void send4(Peer to, const float (&x)[4], Peer barrier, SIMT_HERE) {
+  simt::Cluster& c = *simt::block()->cluster;
+  if (c.arrived < static_cast<long>(c.blocks.size()) * simt::block()->threads) simt::fail("sent to a block that may not be there yet, at " + simt::text(here));
+  for (simt::Block& b : c.blocks)
+    if (b.shared <= to && to < b.memory.data() + b.memory.size()) {
+      bool left = false;
+      for (simt::Lane& l : b.lanes) left |= !l.done;
+      if (!left) simt::fail("sent to a block that has ended, at " + simt::text(here));
+    }
+  std::memcpy(to, x, 16);
+  Barrier& b = *reinterpret_cast<Barrier*>(barrier);
+  b.bytes -= 16;
+  next_phase(b);
 }
 
 template <int kThreads>

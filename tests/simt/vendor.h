@@ -67,18 +67,6 @@ inline int atomic_add_ordered(int* p, int x) {
 inline float load_shared_by_blocks(const float* p) { return *p; }
 inline void load4_shared_by_blocks(const float* p, float (&x)[4]) { std::memcpy(x, p, 16); }
 
-// Blocks run one after the other here: a word that has not been posted when somebody looks never will be.
-constexpr u32 kNothing = 0xffffffffu;
-inline bool is_nothing(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, 4);
-  if (bits == kNothing) simt::fail("a block waits for a word that none before it has posted");
-  return false;
-}
-inline void post(float* p, float x) { *p = x; }
-inline void post4(float* p, const float (&x)[4]) { std::memcpy(p, x, 16); }
-inline float peek(const float* p) { return *p; }
-inline void peek4(const float* p, float (&x)[4]) { std::memcpy(x, p, 16); }
 inline int atomic_add(int* p, int x) {
   const int before = *p;
   *p += x;
@@ -157,6 +145,17 @@ inline void ldmatrix(u32 (&r)[4], const void* row, bool transpose, simt::Place h
 }
 inline void load_matrices(u32 (&r)[4], const void* row, SIMT_HERE) { ldmatrix(r, row, false, here); }
 inline void load_matrices_transposed(u32 (&r)[4], const void* row, SIMT_HERE) { ldmatrix(r, row, true, here); }
+// PTX ISA, movmatrix: lane l holds row l / 4, elements 2 (l % 4) and the next, and gets column l / 4's.
+inline u32 turn_matrix(u32 x, SIMT_HERE) {
+  const int lane = thread_x() % 32;
+  auto of = simt::exchange(simt::block()->warps[thread_x() / 32], lane, x, here);
+  u32 y = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * (lane % 4) + i, column = lane / 4;
+    y |= (of(4 * row + column / 2) >> (16 * (column % 2)) & 0xffff) << (16 * i);
+  }
+  return y;
+}
 
 // PTX ISA, mma .m16n8k16 for 16-bit floats, with groupID = l / 4 and t = l % 4:
 //   A: a0,a1 (groupID, 2t + i); a2,a3 (groupID + 8, …); a4,a5 (groupID, 2t + 8 + …); a6,a7 (groupID + 8, 2t + 8 + …)

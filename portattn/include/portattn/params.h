@@ -20,7 +20,7 @@ enum Flags : u32 {
   kRotaryFloat = 1 << 10,     // cos and sin are float32
   kSinksFloat = 1 << 11,
   kPaged = 1 << 12,
-  kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's
+  kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's; prefill_sm90.h: those of one token are
 };
 
 constexpr int kQueues = 4;
@@ -79,7 +79,6 @@ struct AttentionParams {
 template <int kD>
 struct PlainParams : AttentionParams {
   static constexpr bool kPlain = true;
-  static constexpr const void* cu_q = nullptr;
   static constexpr const void* cu_k = nullptr;
   static constexpr const float* alibi = nullptr;
   static constexpr const void* sinks = nullptr;

@@ -8,7 +8,7 @@ namespace portattn {
 
 // The query token of a packed row.
 template <class P>
-PA_DEVICE int token_of(const P& p, int packed) { return P::kPlain ? 0 : quotient(packed, p.group); }
+PA_DEVICE int token_of(const P& p, int packed) { return quotient(packed, p.group); }
 
 struct Rotary { float cos, sin; };
 template <class T>

@@ -1,0 +1,493 @@
+// Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer: clusters of blocks, no workspace.
+//
+// Computes   out = softmax(scale q.k) v for one query token a sequence, up to eight query heads a kv head, a paged cache.
+// Schedule   schedule.h's lines, each a cluster's: its blocks take even parts of the line, whatever the lengths are, in order.
+// Merging    A tile's states lie in blocks of one cluster. Each row of it is merged by one of them, dealt out in turn: blocks send
+//            their states of the row there, through distributed shared memory, and the barrier there counts bytes. That is
+//            several times faster than any way through memory that all blocks see.
+// Loading    A wave takes 16 keys of every unit, apart from the others: its copies run kStages units ahead, over the ends of
+//            tiles; the next tile's q is fetched while this one's states are merged. Rows of whole 128-byte lines land line on line, their pieces turned by the row's number (decode.h).
+// Products   Keys are rows: S^T (16 keys x 8 heads) = K Q^T and O^T (kD x 8) += V^T P^T on m16n8k16, so that eight columns are
+//            enough and nothing is computed for heads that do not exist.
+// Numerics   float32 accumulation; probabilities rounded to q's type. A row's base is a maximum seen before, raised when a score
+//            exceeds it by more than kSlack powers of two: probabilities may be as large as 2^kSlack, sums are exact as ever.
+// Cost       bytes of k and v, each once: bound by memory.
+// Vendor     mma.sync, ldmatrix, 16-byte asynchronous copies; clusters (sm90.h).
+// Source     split keys and the merge of states: FlashDecoding; even parts of one line of work: stream-K; lazy maxima:
+//            FlashAttention 4's conditional rescaling.
+#pragma once
+
+#include <sm90.h>  // in angle brackets: tests/simt compiles this file with its own in front
+#include <warp.h>
+
+#include "portattn/online_softmax.h"
+#include "portattn/schedule.h"
+
+namespace portattn {
+
+constexpr int kMaxSequences = 1024;  // of a plain call: every wave looks through all lengths
+constexpr int kMaxCluster = 16;      // blocks
+
+template <class T, class C, int kD, int kWaves, int kStages, bool kRagged>
+struct PlainDecode {
+  using P = PlainParams<kD>;
+  static constexpr int kThreads = 32 * kWaves, kKeys = 16, kUnit = kKeys * kWaves, kRows = 8;
+  static constexpr int kTiles = kD / 16, kColumns = ceil_div(kD, 128);
+  static constexpr bool kWiden = sizeof(C) != sizeof(T);
+  static constexpr bool kTurned = kD * sizeof(C) % 128 == 0, kTileTurned = kD * sizeof(T) % 128 == 0;
+  static constexpr int kPitch = kD + (kTurned ? 0 : 16 / static_cast<int>(sizeof(C)));  // of copies
+  static constexpr int kTilePitch = kD + (kTileTurned ? 0 : 8);                         // of what is multiplied
+  static constexpr int kStageBytes = 2 * kKeys * kPitch * static_cast<int>(sizeof(C));
+  static constexpr int kTileBytes = 2 * kKeys * kTilePitch * static_cast<int>(sizeof(T));
+  static constexpr int kWaveBytes = kStages * kStageBytes + (kWiden ? kTileBytes : 0);
+  static constexpr int kRowFloats = kD + 4;  // a row of a state: o, m, l, nothing
+  static constexpr float kSlack = 8.0f;
+  static_assert(kRows * kRowFloats * 4 <= (kWiden ? kTileBytes : kStageBytes), "a wave's state fits where 16 keys and values stood");
+
+  // A tile that several blocks share, as one that merges rows of it knows it. `kind` 0 began in an earlier block, 1 begins here.
+  struct alignas(16) Shared { int first, count, b, nth, len, start_q; };
+  struct Mail {
+    float rows[2][kMaxCluster][kRowFloats];  // of a kind: state by state, row by row
+    sm90::Barrier full[2];
+    Shared tiles[2];
+  };
+  static constexpr int kSharedBytes = kWaves * kWaveBytes + static_cast<int>(sizeof(Mail));
+
+  const P& p;
+  u8* waves;
+  Mail& mail;
+  int wave, lane, line, part;
+
+  PA_DEVICE PlainDecode(const P& params, u8* memory, int line_, int part_)
+      : p(params), waves(memory), mail(*reinterpret_cast<Mail*>(memory + kWaves * kWaveBytes)), wave(warp::wave_index()), lane(warp::wave_lane()),
+        line(line_), part(part_) {}
+
+  PA_DEVICE u8* stage(int w, int slot) const { return waves + w * kWaveBytes + slot * kStageBytes; }
+  PA_DEVICE u8* widened(int w) const { return waves + w * kWaveBytes + kStages * kStageBytes; }
+  PA_DEVICE float* result(int w, int slot) const { return reinterpret_cast<float*>(kWiden ? widened(w) : stage(w, slot)); }
+
+  // ---- where parts are
+
+  PA_DEVICE int units_of(int len) const { return max_of(1, quotient(len + kUnit - 1, kUnit)); }
+  PA_DEVICE int weight_of(int len) const { return len < 0 ? 0 : units_of(len) * p.line_heads; }
+  PA_DEVICE int token(int b) const { return static_cast<int>(read_index(p.cu_q, b, false)); }
+  // A sequence's keys; -1: it is not one token's, another launch computes it.
+  PA_DEVICE int length(int b) const {
+    if (kRagged && token(b + 1) - token(b) != 1) return -1;
+    return length_of(p, b, p.len_k);
+  }
+
+  // 128 sequences from `base` on, four a lane: their lengths, and the units before this lane's.
+  struct Chunk { int len[4], mine, before, total; };
+  PA_DEVICE Chunk look_through(int base) const {
+    Chunk c;
+    if (p.batch == 1) {
+      c.len[0] = length(0);
+      c.total = weight_of(c.len[0]);
+      return c;
+    }
+    const int from = base + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c.len[i] = from + i < p.batch ? length(from + i) : -1;
+    c.mine = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c.mine += weight_of(c.len[i]);
+    int sum = c.mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int x = warp::shfl_idx<32>(sum, lane - d);
+      if (lane >= d) sum += x;
+    }
+    c.before = sum - c.mine;
+    c.total = warp::shfl_idx<32>(sum, 31);
+    return c;
+  }
+
+  // A place on the line, and how many units of the part come from here on. `nth` counts the line's kv heads.
+  struct Cursor { int b, nth, unit, units, len, at, left; };
+  // The beginning of a part of `size` units at place `at`. `c` is what was seen of the first 128 sequences.
+  PA_DEVICE Cursor place(int at, int size, Chunk c) const {
+    Cursor a = {0, 0, 0, 0, c.len[0], at, size};
+    int offset = at;  // from the sequence's first unit
+    if (p.batch > 1) {
+      int base = 0, seen = 0;
+      while (at >= seen + c.total) {
+        seen += c.total;
+        base += 128;
+        c = look_through(base);
+      }
+      const int mine = at - seen - c.before;  // from this lane's first unit
+      int i = 0, len = c.len[0], rest = mine;
+#pragma unroll
+      for (int n = 1; n < 4; ++n) {
+        const int w = weight_of(c.len[n - 1]);
+        if (i != n - 1 || rest < w) continue;
+        rest -= w;
+        i = n;
+        len = c.len[n];
+      }
+      const u32 owner = warp::ballot(0 <= mine && mine < c.mine);  // one bit: its number is a float's exponent
+      const int lane_of = static_cast<int>(float_bits(static_cast<float>(owner)) >> 23) - 127;
+      a.b = base + 4 * lane_of + warp::shfl_idx<32>(i, lane_of);
+      a.len = warp::shfl_idx<32>(len, lane_of);
+      offset = warp::shfl_idx<32>(rest, lane_of);
+    }
+    a.units = units_of(a.len);
+    a.nth = offset < a.units ? 0 : quotient(offset, a.units);
+    a.unit = offset - a.nth * a.units;
+    return a;
+  }
+  PA_DEVICE void skip(Cursor& a, int units) const {  // at most to the tile's end
+    a.at += units;
+    a.unit += units;
+    a.left -= units;
+    if (a.unit < a.units || a.left == 0) return;
+    a.unit = 0;
+    if (++a.nth < p.line_heads) return;
+    a.nth = 0;
+    do a.len = length(++a.b);
+    while (kRagged && a.len < 0);
+    a.units = units_of(a.len);
+  }
+  PA_DEVICE int head_of(int nth) const { return nth * p.lines + line; }
+  PA_DEVICE int key(int unit) const { return unit * kUnit + wave * kKeys; }
+
+  // The pages of this wave's keys in the units from the cursor's on, one a lane: a look-up is a round trip, and one serves 32 units.
+  PA_DEVICE int look_up(const Cursor& a) const {
+    const int first = key(a.unit + lane);
+    return first < a.len ? static_cast<int>(page_of(p, a.b, first)) : 0;
+  }
+
+  // ---- loading
+
+  static constexpr int kEach = 16 / static_cast<int>(sizeof(C)), kPieces = kD / kEach;  // elements of a piece, pieces of a row
+  static constexpr bool kColumn = 32 % kPieces == 0;  // a lane stays in its column of pieces
+  static PA_DEVICE int place_of(int r, int d) { return r * kPitch + (kTurned ? d ^ (r & 7) * kEach : d); }
+
+  // Where copies are: units of a segment to come, their pages, and this lane's first piece of row 0 of page 0.
+  struct Ahead {
+    Cursor at;
+    int units, nth, pages;
+    const C* k;
+    const C* v;
+  };
+  PA_DEVICE void enter(Ahead& a) const {
+    a.units = min_of(a.at.units - a.at.unit, a.at.left);
+    if (a.units == 0) return;
+    a.nth = 0;
+    a.pages = look_up(a.at);
+    const int r = kColumn ? lane / kPieces : 0, d = kColumn ? lane % kPieces * kEach : 0, head = head_of(a.at.nth);
+    a.k = static_cast<const C*>(p.k) + head * p.k_head + r * p.k_token + d;
+    a.v = static_cast<const C*>(p.v) + head * p.v_head + r * p.v_token + d;
+  }
+  // Starts the copies of 16 rows, of which `count` exist; of the others no byte is read. Strides fit 32 bits (native.py).
+  PA_DEVICE void copy_rows(C* to, const C* from, int row, int count) const {
+    if constexpr (kColumn) {
+      constexpr int kStep = 32 / kPieces;
+      const int r = lane / kPieces, d = lane % kPieces * kEach;
+      if (count >= kKeys) {
+#pragma unroll
+        for (int i = 0; i < kKeys / kStep; ++i) copy_async16(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep));
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < kKeys / kStep; ++i)
+          copy_async16(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep), r + i * kStep < count ? 16 : 0);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < ceil_div(kKeys * kPieces, 32); ++i) {
+        const int piece = i * 32 + lane, r = piece / kPieces, d = piece % kPieces * kEach;
+        if (kKeys * kPieces % 32 != 0 && piece >= kKeys * kPieces) break;
+        copy_async16(to + place_of(r, d), from + static_cast<i64>(row) * r + d, r < count ? 16 : 0);
+      }
+    }
+  }
+  // The copies of one more unit, if there is one.
+  PA_DEVICE void issue(Ahead& a, int slot) const {
+    if (a.units > 0) {
+      const int page = warp::shfl_idx<32>(a.pages, a.nth), first = key(a.at.unit + a.nth), in_page = first & ((1 << p.page_shift) - 1);
+      const int k_page = static_cast<int>(p.k_batch), k_row = static_cast<int>(p.k_token), v_page = static_cast<int>(p.v_batch), v_row = static_cast<int>(p.v_token);
+      C* to = reinterpret_cast<C*>(stage(wave, slot));
+      copy_rows(to, a.k + static_cast<i64>(page) * k_page + static_cast<i64>(in_page) * k_row, k_row, a.at.len - first);
+      copy_rows(to + kKeys * kPitch, a.v + static_cast<i64>(page) * v_page + static_cast<i64>(in_page) * v_row, v_row, a.at.len - first);
+      --a.units;
+      if (++a.nth == 32 || a.units == 0) {  // more pages, or the next segment
+        skip(a.at, a.nth);
+        enter(a);
+      }
+    }
+    copy_commit();
+  }
+
+  static PA_DEVICE int tile_place(int r, int d) { return r * kTilePitch + (kTileTurned ? d ^ (r & 7) * 8 : d); }
+  // A stage of 8-bit keys and values in q's type.
+  PA_DEVICE void widen(int slot) const {
+    const C* from = reinterpret_cast<const C*>(stage(wave, slot));
+    T* to = reinterpret_cast<T*>(widened(wave));
+#pragma unroll 2
+    for (int i = lane; i < 2 * kKeys * (kD / 8); i += 32) {
+      const int r = i / (kD / 8), d = i % (kD / 8) * 8;
+      *reinterpret_cast<Bytes16*>(to + tile_place(r, d)) = widen8<T, C>(*reinterpret_cast<const Bytes8*>(from + place_of(r, d)));
+    }
+  }
+
+  // ---- one tile's state in registers. Lane 4g + c has heads 2c and 2c + 1; keys, or columns, g and g + 8 of every 16.
+
+  struct State {
+    float o[kTiles][4];  // (column g, head 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1)
+    float m[2], l[2];    // l: this lane's part
+  };
+  struct Query { u32 x[kTiles][2]; };  // head g, columns 2c, 2c + 1 and 2c + 8, 2c + 9 of every 16
+  PA_DEVICE void fetch(Query& q, const Cursor& a) const {
+    const int g = lane >> 2, head = head_of(a.nth) * p.group + g;
+    const T* row = static_cast<const T*>(p.q) + (kRagged ? token(a.b) * p.q_token : a.b * p.q_batch) + head * p.q_head + 2 * (lane & 3);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) q.x[t][half] = g < p.group ? *reinterpret_cast<const u32*>(row + 16 * t + 8 * half) : 0;
+  }
+  static PA_DEVICE void clear(State& st) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) st.o[t][e] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      st.m[i] = -PA_INFINITY;
+      st.l[i] = 0.0f;
+    }
+  }
+
+  // This wave's 16 keys from `key` on, of `len`.
+  PA_DEVICE void step(State& st, const Query& q, int key, int len, int slot) const {
+    const T* k = reinterpret_cast<const T*>(kWiden ? widened(wave) : stage(wave, slot));
+    const T* v = k + kKeys * kTilePitch;
+    float s[2][4] = {};
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      u32 a[4];
+      load_matrices(a, k + tile_place(lane & 15, 16 * t + (lane >> 4) * 8));
+      multiply_16x8x16(s[t & 1], a, q.x[t][0], q.x[t][1], T{});
+    }
+    const float scale = p.scale * kLog2e;
+    float x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = (s[0][e] + s[1][e]) * scale;
+    if (key + kKeys > len) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (key + (lane >> 2) + 8 * (e >> 1) >= len) x[e] = -PA_INFINITY;
+    }
+    const float top[2] = {max_of(x[0], x[2]), max_of(x[1], x[3])};
+    if (warp::wave_any(top[0] > st.m[0] + kSlack || top[1] > st.m[1] + kSlack)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float m = top[i];
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) m = max_of(m, warp::shfl_xor<32>(m, d));
+        m = max_of(m, st.m[i]);
+        const float shrink = weight(st.m[i], m);
+        st.m[i] = m;
+        st.l[i] *= shrink;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          st.o[t][i] *= shrink;
+          st.o[t][i + 2] *= shrink;
+        }
+      }
+    }
+    const float base[2] = {st.m[0] == -PA_INFINITY ? 0.0f : st.m[0], st.m[1] == -PA_INFINITY ? 0.0f : st.m[1]};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[e] = exp2_fast(x[e] - base[e & 1]);
+      st.l[e & 1] += x[e];
+    }
+    const u32 low = turn_matrix(pack2<T>(x[0], x[1])), high = turn_matrix(pack2<T>(x[2], x[3]));
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      u32 a[4];
+      load_matrices_transposed(a, v + tile_place((lane & 7) + (lane >> 4) * 8, 16 * t + (lane >> 3 & 1) * 8));
+      multiply_16x8x16(st.o[t], a, low, high, T{});
+    }
+  }
+
+  // ---- finishing: a wave has a row, a lane four columns of each 128
+
+  struct Part { float o[kColumns][4], m, l; };
+  PA_DEVICE bool mine(int k) const { return kD % 128 == 0 || k * 128 + lane * 4 < kD; }
+
+  // Leaves this wave's state where the block can merge it.
+  PA_DEVICE void publish(State& st, int slot) const {
+    float* to = result(wave, slot);
+    const int g = lane >> 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = 2 * (lane & 3) + i;
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) st.l[i] += warp::shfl_xor<32>(st.l[i], d);
+      if (r >= p.group) continue;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) to[r * kRowFloats + 16 * t + 8 * half + g] = st.o[t][i + 2 * half];
+      if (g == 0) {
+        to[r * kRowFloats + kD] = st.m[i];
+        to[r * kRowFloats + kD + 1] = st.l[i];
+      }
+    }
+  }
+  // Adds up to 32 states of a row in order; `at(i)` is where the i-th lies.
+  template <class At>
+  PA_DEVICE Part sum(int count, At at) const {
+    float m = -PA_INFINITY, l = 0.0f;  // of the lane's state
+    if (lane < count) {
+      m = at(lane)[kD];
+      l = at(lane)[kD + 1];
+    }
+    Part a = {};
+    a.m = warp::reduce_max<32>(m);
+    const float factor = weight(m, a.m);
+    a.l = warp::reduce_sum<32>(factor * l);
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const float f = warp::shfl_idx<32>(factor, i);
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) {
+        if (!mine(k)) continue;
+        const Float4 x = *reinterpret_cast<const Float4*>(at(i) + k * 128 + lane * 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a.o[k][e] += f * x.x[e];
+      }
+    }
+    return a;
+  }
+  PA_DEVICE void write(const Part& a, int b, int nth, int start_q, int r) const {
+    const int head = head_of(nth) * p.group + r;
+    const Finish f = finish<T>(p, a.m, a.l, head);
+    const Sequence s = {1, 0, kRagged ? start_q : 0, 0};
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      if (!mine(k)) continue;
+      float y[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = a.o[k][e] * (f.factor * p.v_factor);
+      write_out<T>(p, out_offset(p, s, b, 0, head), k * 128 + lane * 4, y);
+    }
+    if (p.lse && lane == 0) p.lse[lse_offset(p, s, b, 0, head)] = f.lse;
+  }
+
+  // The rows of a tile that `count` blocks share are merged by them in turn: row r by the r % count-th.
+  static PA_DEVICE int rows_each(int count) { return quotient(kRows + count - 1, count); }
+  PA_DEVICE void send(const Part& a, int r, int first, int count) const {
+    const int turn = quotient(r, count), to = r - turn * count, kind = to == 0 ? 1 : 0;
+    const sm90::Peer barrier = sm90::peer(&mail.full[kind], first + to);
+    const sm90::Peer row = sm90::peer(mail.rows[kind][(part - first) * rows_each(count) + turn], first + to);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      if (mine(k)) sm90::send4(row + (k * 128 + lane * 4) * 4, a.o[k], barrier);
+    const float rest[4] = {a.m, a.l, 0.0f, 0.0f};
+    if (lane == 0) sm90::send4(row + kD * 4, rest, barrier);
+  }
+
+  // The cursor stands at the begin of a segment of `units`, whose last keys and values were in `slot`.
+  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt) const {
+    publish(st, slot);
+    block_sync();
+    const bool begins = a.unit == 0, ends = a.unit + units == a.units;
+    const int start = a.at - a.unit, start_q = kRagged ? token(a.b) : 0;
+    const int first = begins ? part : dealt.worker(start), count = (ends ? part : dealt.worker(start + a.units - 1)) - first + 1;
+    for (int r = wave; r < p.group; r += kWaves) {
+      const Part sums = sum(kWaves, [&](int w) { return result(w, slot) + r * kRowFloats; });
+      if (count == 1) write(sums, a.b, a.nth, start_q, r);
+      else send(sums, r, first, count);
+    }
+    if (count > 1 && thread_x() == 0) mail.tiles[begins ? 1 : 0] = {first, count, a.b, a.nth, a.len, start_q};
+  }
+  // This block's rows of the tiles that it shares.
+  PA_DEVICE void merge() const {
+#pragma unroll 1
+    for (int kind = 0; kind < 2; ++kind) {
+      const Shared t = mail.tiles[kind];
+      const int turn = part - t.first;
+      const int rows = t.count > 0 && turn < p.group ? quotient(p.group - turn + t.count - 1, t.count) : 0;
+      if (rows == 0) continue;
+      if (thread_x() == 0) sm90::expect(mail.full[kind], rows * t.count * kRowFloats * 4);
+      sm90::wait_for_peers(mail.full[kind], 0);
+      for (int i = wave; i < rows; i += kWaves) {
+        const int each = rows_each(t.count);
+        write(sum(t.count, [&](int n) { return mail.rows[kind][n * each + i]; }), t.b, t.nth, t.start_q, turn + i * t.count);
+      }
+    }
+  }
+
+  // ---- a block's work
+
+  PA_DEVICE void run() const {
+    if (thread_x() == 0) {
+      for (int kind = 0; kind < 2; ++kind) {
+        sm90::init(mail.full[kind], 1);
+        mail.tiles[kind].count = 0;
+      }
+      sm90::init_done();
+    }
+    sm90::cluster_arrive();
+    const Chunk chunk = look_through(0);
+    int total = chunk.total;
+    for (int base = 128; base < p.batch; base += 128) total += look_through(base).total;
+    const Deal dealt = deal(p, total);
+    if (part >= dealt.workers) return sm90::cluster_wait();
+    const int start = dealt.begin(part);
+    Cursor a = place(start, dealt.begin(part + 1) - start, chunk);
+    Ahead ahead = {a};
+    enter(ahead);
+    Query q;
+    fetch(q, a);
+#pragma unroll
+    for (int slot = 0; slot < kStages; ++slot) issue(ahead, slot);
+    sm90::cluster_wait();  // peers are there to be sent to
+    int slot = 0, owed = -1;  // owed: a slot that holds a finished tile's state yet, to be filled as soon as that is merged
+    while (a.left > 0) {
+      State st;
+      clear(st);
+      const int units = min_of(a.units - a.unit, a.left);
+      Cursor next = a;
+      skip(next, units);
+      Query next_q = q;
+#pragma unroll 1
+      for (int n = 0; n < units; ++n) {
+        copy_wait<kStages - 1>();
+        warp::wave_sync();
+        if constexpr (kWiden) {
+          widen(slot);
+          warp::wave_sync();
+        }
+        step(st, q, key(a.unit + n), a.len, slot);
+        warp::wave_sync();  // before this stage is filled again
+        if (owed >= 0) {
+          block_sync();
+          issue(ahead, owed);
+          owed = -1;
+        }
+        if (n + 1 == units) break;
+        issue(ahead, slot);
+        slot = slot + 1 == kStages ? 0 : slot + 1;
+      }
+      if (next.left > 0) fetch(next_q, next);
+      finish_segment(a, units, st, slot, dealt);
+      if constexpr (kWiden) {
+        block_sync();  // before the waves widen into its place
+        issue(ahead, slot);
+      } else {
+        owed = slot;
+        copy_commit();  // in the place of the copies to come
+      }
+      slot = slot + 1 == kStages ? 0 : slot + 1;
+      a = next;
+      q = next_q;
+    }
+    if (owed >= 0) block_sync();  // what thread 0 noted is seen
+    merge();
+  }
+};
+
+}  // namespace portattn
