@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import config, registry, validate
-from .counting import AFTER, after
 from .device import capturing
+from .dialect import AFTER, after, heads_first
 from .problem import Call
 from .registry import Bound, Choice
 
@@ -83,6 +83,7 @@ def attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str | None = None,
+    _heads_first: bool = False,  # for portattn.compat: dialect.py
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over dense tensors: ``softmax(mask(softcap(scale * q k^T) + alibi + bias)) v``.
 
@@ -124,9 +125,10 @@ def attention(
     The alignment and window follow FlashAttention 2; lse's base and the empty row are portattn's own.
     """
     if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
-        return _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
+        got = _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
                          alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out, return_lse=return_lse, num_splits=num_splits,
                          batch_invariant=batch_invariant, backend=backend)
+        return (got[0], heads_first(got[1])) if return_lse and _heads_first else got
     key = None
     try:
         extra = None
@@ -137,7 +139,7 @@ def attention(
             k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
             _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
             causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(),
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _heads_first, _order(),
             _state(),
         )
         bound = _memo.get(key)
@@ -145,7 +147,7 @@ def attention(
         bound = key = None
     if bound is None:
         bound = validate.dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse,
-                               num_splits, batch_invariant, backend)
+                               num_splits, batch_invariant, backend, _heads_first)
         _remember(key, bound, q.device)
     return _attention(bound, q, k, v, bias, alibi_slopes, sinks, out)
 
@@ -155,10 +157,12 @@ def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, 
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None, n.max_q, n.max_k,
-                        None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits, n.invariant, AFTER))
+                        None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits, n.invariant, AFTER, n.heads_first))
     if given is not None:
         _check_overlap(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
+    if n.turn:
+        got = (got[0], heads_first(got[1]))
     if given is not None:
         return (given, got[1]) if n.lse else given
     if n.swap:
@@ -188,6 +192,7 @@ def attention_varlen(
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str | None = None,
+    _heads_first: bool = False,  # for portattn.compat: dialect.py
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over ragged batches: sequence b owns rows ``cu_seqlens[b] .. cu_seqlens[b+1]`` of q and of k, v.
 
@@ -213,9 +218,10 @@ def attention_varlen(
         torch.Size([7, 8, 64])
     """
     if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
-        return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k, causal=causal,
+        got = _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k, causal=causal,
                          window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
                          out=out, return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend)
+        return (got[0], heads_first(got[1])) if return_lse and _heads_first else got
     key = None
     try:
         extra = None
@@ -228,7 +234,7 @@ def attention_varlen(
             cu_seqlens_k.is_contiguous() or cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q,
             max_seqlen_k, _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
             causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _order(),
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _heads_first, _order(),
             _state(),
         )
         bound = _memo.get(key)
@@ -236,7 +242,7 @@ def attention_varlen(
         bound = key = None
     if bound is None:
         bound = validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale,
-                                softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend)
+                                softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, _heads_first)
         _remember(key, bound, q.device)
     return _attention_varlen(bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, out)
 
@@ -248,12 +254,14 @@ def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
                         seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
-                        n.invariant, AFTER))
+                        n.invariant, AFTER, n.heads_first))
     if given is not None:
         _check_overlap(call)
     if n.check:
         validate.values(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
+    if n.turn:
+        got = (got[0], heads_first(got[1]))
     if given is not None:
         return (given, got[1]) if n.lse else given
     return got
@@ -288,7 +296,8 @@ def attention_paged(
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str | None = None,
-    _counting: int = AFTER,  # for portattn.compat: counting.py
+    _counting: int = AFTER,  # for portattn.compat: dialect.py
+    _heads_first: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a paged cache: decode, extend and prefill, in any mixture, in one call.
 
@@ -325,11 +334,12 @@ def attention_paged(
     """
     if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
         kv_lens = after(kv_lens, _counting, q, cu_seqlens_q) if _counting else kv_lens
-        return _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        got = _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
                          k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, kv_layout=kv_layout,
                          k_scale=k_scale, v_scale=v_scale, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
                          softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse, num_splits=num_splits,
                          batch_invariant=batch_invariant, backend=backend)
+        return (got[0], heads_first(got[1])) if return_lse and _heads_first else got
     key = None
     try:
         extra = None
@@ -348,7 +358,7 @@ def attention_paged(
             kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
             _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved,
             kv_layout, causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _counting, _order(),
+            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _counting, _heads_first, _order(),
             _state(),
         )
         bound = _memo.get(key)
@@ -357,7 +367,7 @@ def attention_paged(
     if bound is None:
         bound = validate.paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin,
                                rotary_interleaved, kv_layout, k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes,
-                               sinks, out, return_lse, num_splits, batch_invariant, backend, _counting)
+                               sinks, out, return_lse, num_splits, batch_invariant, backend, _counting, _heads_first)
         _remember(key, bound, q.device)
     return _attention_paged(bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale, v_scale,
                             alibi_slopes, sinks, out)
@@ -373,12 +383,14 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
             q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
     call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, None,
                         None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin, n.interleaved, k_scale, v_scale, out,
-                        n.lse, n.num_splits, n.invariant, n.counting))
+                        n.lse, n.num_splits, n.invariant, n.counting, n.heads_first))
     if given is not None:
         _check_overlap(call)
     if n.check:
         validate.values(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
+    if n.turn:
+        got = (got[0], heads_first(got[1]))
     if given is not None:
         return (given, got[1]) if n.lse else given
     return got

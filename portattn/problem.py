@@ -96,7 +96,8 @@ class Call(NamedTuple):
     return_lse: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
-    counting: int = 0  # what kv_lens count (counting.py); not 0 for adapters with COUNTS only
+    counting: int = 0  # what kv_lens count (dialect.py), and whether lse is (B, Hq, Sq) or (Hq, Tq): for adapters with DIALECT only
+    heads_first: bool = False
 
 
 def dtype_name(dtype: torch.dtype) -> str:

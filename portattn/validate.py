@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import config, registry
-from .counting import AFTER, PREFIX_SUMS
 from .device import facts
+from .dialect import AFTER, PREFIX_SUMS
 from .errors import ArgumentError, ArgumentTypeError
 from .manifest import DTYPES, KV_DTYPES
 from .problem import Call, Problem, dtype_name, q_len_class
@@ -45,8 +45,10 @@ class Normal(NamedTuple):
     check: bool = False
     notes: tuple[str, ...] = ()
     scores: int = 0  # B x Hq x Sq x Sk, an upper bound: what a quadratic kernel would hold
-    counting: int = 0  # what the backend's kv_lens count, and what the caller's, where they are converted first: counting.py
-    convert: int = 0
+    counting: int = 0  # for the backend: see Call
+    heads_first: bool = False
+    convert: int = 0  # what is done for a backend that takes neither: `dialect.after` to kv_lens, `dialect.heads_first` to lse
+    turn: bool = False
 
 
 class Faults:
@@ -250,15 +252,21 @@ def _needs_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
-def _bind(problem: Problem, n: Normal, device: torch.device, backend: str | None, check: bool, extra: Callable | None) -> Bound:
+def _bind(problem: Problem, n: Normal, device: torch.device, backend: str | None, check: bool, extra: Callable | None, counting: int = AFTER,
+          heads_first: bool = False) -> Bound:
     bound = registry.bind(problem, registry._indexed(device), backend, n.scores, check)
+    if counting or heads_first:
+        ours = getattr(bound.adapter, "DIALECT", False)
+        counts, heads_first = ours and not n.check, heads_first and n.lse
+        n = n._replace(counting=counting if counts else AFTER, convert=AFTER if counts else counting, heads_first=heads_first and ours,
+                       turn=heads_first and not ours)
     bound.normal, bound.extra = n, extra
     return bound
 
 
 # ------------------------------------------------------------------ dense
 def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse, num_splits,
-          batch_invariant, backend, known_answer=True) -> Bound:
+          batch_invariant, backend, _heads_first=False, known_answer=True) -> Bound:
     f = Faults("attention")
     swap = f.choice("layout", layout, ("bshd", "bhsd")) == "bhsd"
     ok = f.queries_and_keys(q, k, v, (4,))
@@ -303,12 +311,12 @@ def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slop
     problem = _problem("dense", q, k, (hq, k.shape[head]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(sq, sk), bias=bias is not None,
                        sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, bias, alibi_slopes, sinks),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    return _bind(problem, n, q.device, backend, known_answer, extra)
+    return _bind(problem, n, q.device, backend, known_answer, extra, heads_first=_heads_first)
 
 
 # ------------------------------------------------------------------ varlen
 def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale, softcap,
-           alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, known_answer=True) -> Bound:
+           alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, _heads_first=False, known_answer=True) -> Bound:
     f = Faults("attention_varlen")
     ok = f.queries_and_keys(q, k, v, (3,))
     n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
@@ -342,13 +350,13 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
     problem = _problem("varlen", q, k, (q.shape[1], k.shape[1]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(max_q, max_k),
                        sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, alibi_slopes, sinks),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    return _bind(problem, n, q.device, backend, known_answer, extra)
+    return _bind(problem, n, q.device, backend, known_answer, extra, heads_first=_heads_first)
 
 
 # ------------------------------------------------------------------ paged
 def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved, kv_layout,
           k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant,
-          backend, _counting=AFTER, known_answer=True) -> Bound:
+          backend, _counting=AFTER, _heads_first=False, known_answer=True) -> Bound:
     f = Faults("attention_paged")
     hnd = f.choice("kv_layout", kv_layout, ("NHD", "HND")) == "HND"
     ragged = cu_seqlens_q is not None
@@ -413,10 +421,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
                        kv_scale=k_scale is not None or v_scale is not None,
                        grad=_needs_grad(q, k_cache, v_cache, k, v, alibi_slopes, sinks, k_scale, v_scale, rotary_cos, rotary_sin),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    bound = _bind(problem, n, q.device, backend, known_answer, extra)
-    as_given = getattr(bound.adapter, "COUNTS", False) and not n.check
-    bound.normal = n._replace(counting=_counting if as_given else AFTER, convert=AFTER if as_given else _counting)
-    return bound
+    return _bind(problem, n, q.device, backend, known_answer, extra, _counting, _heads_first)
 
 
 def _caches(f: Faults, like: Any, k_cache: Any, v_cache: Any) -> bool:

@@ -209,7 +209,7 @@ void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const floa
     factor = mine / total;
     if (p.a.lse) lse = both + std::log(total);
   }
-  if (p.a.lse) p.a.lse[(t.seq.row + i) * s.heads_q + head] = lse;
+  if (p.a.lse) p.a.lse[token(s.lse, s, t.seq, t.b, i, head)] = lse;
   const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, kv_head));
   const int64_t at = token(s.out, s, t.seq, t.b, i, head);
   if (empty)

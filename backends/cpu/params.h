@@ -8,14 +8,14 @@
 namespace pa {
 
 enum Kind : int64_t { kDense = 0, kVarlen = 1, kPaged = 2, kPagedRagged = 3 };
-enum Counting : int64_t { kAfter = 0, kBefore = 1, kPrefixSums = 2 };  // portattn/counting.py
+enum Counting : int64_t { kAfter = 0, kBefore = 1, kPrefixSums = 2 };  // portattn/dialect.py
 
 struct Shape {
   int64_t kind, batch, heads_q, heads_kv, dim, dim_v;
   int64_t q_type, kv_type, out_type;
   int64_t len_q, len_k;  // dense and 4-D paged; dense
   int64_t page_size, pages, width;  // width: table entries of a sequence
-  int64_t q[3], out[3];         // sequence, token, head
+  int64_t q[3], out[3], lse[3];  // sequence, token, head
   int64_t k[3], v[3];           // sequence or page, token, head
   int64_t k_new[3], v_new[3];   // sequence, token, head
   int64_t table[2];             // sequence, entry

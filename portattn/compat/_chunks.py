@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention_paged, attention_varlen
-from ..counting import lengths
+from ..dialect import lengths
 from ._translate import refuse, single_token_pages
 
 

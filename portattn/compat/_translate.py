@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..api import cache_append
-from ..counting import AFTER, BEFORE, KEPT, lengths, plus
 from ..device import capturing
+from ..dialect import AFTER, BEFORE, KEPT, lengths, plus
 from ..errors import ArgumentError
 
 ANY = (-1, -1)
@@ -40,14 +40,8 @@ def window(given: Any) -> tuple[int, int]:
     return max(left, -1), max(right, -1)
 
 
-def lse_heads_first(lse: Tensor) -> Tensor:
-    """(..., S, H) to flash-attn's (..., H, S), contiguous: engines index it as such from their own kernels."""
-    return lse.mT.contiguous()
-
-
 def lse_of_fa2(lse: Tensor) -> Tensor:
-    """As `lse_heads_first`, and +inf for a row that sees no key, as FlashAttention 2 has it; lse itself is given up."""
-    lse = lse.mT.contiguous()
+    """+inf for a row that sees no key, as FlashAttention 2 has it; lse itself is given up."""
     return lse.nan_to_num(_NAN, _INF, _INF) if lse.requires_grad else lse.nan_to_num_(_NAN, _INF, _INF)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_paged, attention_varlen, merge_states
-from ..counting import lengths
+from ..dialect import heads_first, lengths
 from . import _chunks
-from ._translate import ANY, kvcache, lse_heads_first, plain_kvcache, refuse, sequence_of, window
+from ._translate import ANY, kvcache, plain_kvcache, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
            "get_scheduler_metadata"]
@@ -118,19 +118,20 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         if rotary_cos is None and rotary_sin is None:  # each name that is passed costs up to 0.2 us
             got = attention_paged(q, k_cache, v_cache, page_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
                                   window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
-                                  return_lse=return_softmax_lse, _counting=counting)
-            return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
+                                  return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
+            return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
     if attention_chunk:
         got = _chunks.paged(q, k_cache, v_cache, page_table, lens, _chunks.check("flash_attn_with_kvcache", attention_chunk),
                             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
                             window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
                             return_lse=return_softmax_lse)
+        got = (got[0], heads_first(got[1])) if return_softmax_lse else got
     else:
         got = attention_paged(q, k_cache, v_cache, page_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
                               rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
                               softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
-                              k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse, _counting=counting)
-    return (got[0], lse_heads_first(got[1]), q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
+                              k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
+    return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
 
 
 def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: Tensor,
@@ -169,7 +170,7 @@ def _finished(got, with_lse: bool, v_descale: Tensor | None, cu_seqlens: Tensor 
     out, lse = got if with_lse else (got, None)
     if v_descale is not None:
         out = (out.float() * _per_row(v_descale, out, cu_seqlens)).to(out.dtype)
-    return (out, lse_heads_first(lse)) if with_lse else out
+    return (out, heads_first(lse)) if with_lse else out
 
 
 def _packed(q: Tensor, cu_seqlens: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..api import attention_paged, attention_varlen
 from ..errors import ArgumentError
-from ._translate import lse_heads_first, refuse, refuse_dropout, window
+from ._translate import refuse, refuse_dropout, window
 from .flash_attn_interface import _NO_QV, _finished, _scaled
 
 __all__ = ["fa_version_unsupported_reason", "flash_attn_varlen_func", "get_scheduler_metadata", "is_fa_version_supported"]
@@ -46,11 +46,10 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
             raise ArgumentError("flash_attn_varlen_func: seqused_k: wanted the lengths of the pages' sequences together with block_table, got None")
         if cu_seqlens_k is not None:
             refuse("flash_attn_varlen_func", "cu_seqlens_k", cu_seqlens_k, "wanted None together with seqused_k")
-        got = attention_paged(q, k, v, block_table, seqused_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
-                              softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size, softcap=softcap,
-                              alibi_slopes=alibi_slopes, sinks=s_aux, k_scale=k_descale, v_scale=v_descale, out=out,
-                              return_lse=return_softmax_lse, num_splits=num_splits)
-        return (got[0], lse_heads_first(got[1])) if return_softmax_lse else got
+        return attention_paged(q, k, v, block_table, seqused_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
+                               softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size, softcap=softcap,
+                               alibi_slopes=alibi_slopes, sinks=s_aux, k_scale=k_descale, v_scale=v_descale, out=out,
+                               return_lse=return_softmax_lse, num_splits=num_splits, _heads_first=True)
     if cu_seqlens_k is None:
         raise ArgumentError("flash_attn_varlen_func: cu_seqlens_k: wanted where each sequence's keys start, as there is no block_table, got None")
     if seqused_k is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
-from ...counting import AFTER, PREFIX_SUMS
+from ...dialect import AFTER, PREFIX_SUMS
 from ...errors import PortattnError
 from .._translate import ANY, kvcache, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
 
@@ -28,7 +28,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     if dropout_p:
         refuse_dropout("flash_attn_func", dropout_p)
     got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
-                    softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs)
+                    softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs, _heads_first=True)
     return _with_probs(got) if return_attn_probs else got
 
 
@@ -64,7 +64,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             max_seqlen_k = int(max_seqlen_k)
         got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
                                window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
-                               return_lse=return_attn_probs)
+                               return_lse=return_attn_probs, _heads_first=True)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         options = dict(causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
         out, *rest = _ForwardOnly.apply(q, k, v, lambda *pages: flash_attn_varlen_func(
@@ -73,7 +73,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     else:
         got = attention_paged(q, k, v, block_table, cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
                               softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap if softcap > 0 else 0.0,
-                              alibi_slopes=alibi_slopes, return_lse=return_attn_probs, _counting=PREFIX_SUMS)
+                              alibi_slopes=alibi_slopes, return_lse=return_attn_probs, _counting=PREFIX_SUMS, _heads_first=True)
     return _with_probs(got) if return_attn_probs else got
 
 
@@ -133,12 +133,12 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
         if rotary_cos is None and rotary_sin is None:  # each name that is passed costs up to 0.2 us
             got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
                                   window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
-                                  num_splits=num_splits, return_lse=return_softmax_lse, _counting=counting)
+                                  num_splits=num_splits, return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
             return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
     got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                           rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
                           softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits,
-                          return_lse=return_softmax_lse, _counting=counting)
+                          return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
     return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
 
 
@@ -165,7 +165,7 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
     if leftpad_k is not None:
         refuse(call, "leftpad_k", leftpad_k, "wanted None: shift cu_seqlens_k, or use flash_attn_with_kvcache's cache_leftpad")
     options = dict(softmax_scale=softmax_scale, causal=bool(causal), window_size=window((window_size_left, window_size_right)),
-                   softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes, return_lse=True, num_splits=num_splits)
+                   softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes, return_lse=True, num_splits=num_splits, _heads_first=True)
     if block_table is None:
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k, **options)
     else:

@@ -1,7 +1,7 @@
-"""How a call's lengths are counted: kv_lens count the keys after an append, a peer's may count before it or be prefix sums.
+"""What flash-attn's callers say otherwise: lengths that count before an append or are prefix sums, and an lse whose heads come first.
 
-The calls of portattn.compat say which. An adapter with COUNTS = True reads such lengths as they come; for the others `after` makes kv_lens of them,
-on the device and without waiting for it: one tensor operation, a quarter of a tiny call on CPU.
+The calls of portattn.compat say so. An adapter with DIALECT = True reads such lengths and writes such an lse as it is; for the others `after` and
+`heads_first` translate, on the device and without waiting for it: a tensor operation each, up to a quarter of a tiny call on CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ def after(lens: Tensor, counting: int, q: Tensor, cu_seqlens_q: Tensor | None) -
     if counting == PREFIX_SUMS:
         return lengths(lens)
     return plus(lens, q.shape[1]) if cu_seqlens_q is None else lens + lengths(cu_seqlens_q)
+
+
+def heads_first(lse: Tensor) -> Tensor:
+    """(..., S, H) to flash-attn's (..., H, S), contiguous: engines index it as such from their own kernels."""
+    return lse.mT.contiguous()
 
 
 def plus(lens: Tensor, n: int) -> Tensor:
