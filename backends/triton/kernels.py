@@ -99,6 +99,15 @@ def narrow(x, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
 
 
 @triton.jit
+def negative(x, IEEE: tl.constexpr):
+    """-x; through float32 where bfloat16 is the interpreter's, which takes its bits for a number."""
+    if IEEE:
+        return narrow(-x.to(tl.float32), x.dtype, True)
+    else:
+        return -x
+
+
+@triton.jit
 def product(a, b, acc, IEEE: tl.constexpr):
     """acc + a @ b in float32. IEEE: no TF32, and the only way that is right for bfloat16 in the interpreter."""
     if IEEE:
@@ -316,8 +325,8 @@ def walk(
     if PLAIN:  # the maximum is taken before scaling, which needs a positive scale: its sign goes into q
         if FLIP:  # a variant of its own: a q that is more than a load would be fed to wgmma from registers, tile by tile
             if c < 0:
-                q = -q
-                q2 = -q2
+                q = negative(q, IEEE)
+                q2 = negative(q2, IEEE)
         c = tl.maximum(tl.abs(c), 1e-30)  # a scale of 0: every visible key weighs the same, -inf stays -inf
     slope = rows.to(tl.float32)
     if ALIBI:
