@@ -4,6 +4,7 @@
 //   shfl_xor<W>(x, m)   x[lane ^ m]                                 m < W
 //   shfl_idx<W>(x, i)   x[g + i % W]
 //   shfl_down<W>(x, d)  lane % W + d < W ? x[lane + d] : x[lane]
+//   shfl_up<W>(x, d)    lane % W >= d ? x[lane - d] : x[lane]
 //   reduce_sum<W>(x)    the sum of x[g .. g + W), the same bits in every lane (a butterfly)
 //   reduce_max<W>(x)    the largest of them; a NaN loses against a number
 //   any(b), all(b)      over the 32 lanes; ballot(b): bit i is lane i's
@@ -30,6 +31,8 @@ template <int W = 32, class T>
 PA_DEVICE T shfl_idx(T x, int i) { return __shfl_sync(kEveryLane, x, i, W); }
 template <int W = 32, class T>
 PA_DEVICE T shfl_down(T x, int d) { return __shfl_down_sync(kEveryLane, x, d, W); }
+template <int W = 32, class T>
+PA_DEVICE T shfl_up(T x, int d) { return __shfl_up_sync(kEveryLane, x, d, W); }
 
 template <int W = 32, class T>
 PA_DEVICE T reduce_sum(T x) {

@@ -11,6 +11,9 @@
 // row of C, its maximum is one step or two away, a C becomes an A without leaving its lane (on gfx11 with one swap of
 // neighbouring rows, k in the order 0, 2, .. 14, 1, 3, .. 15), and it stores its columns side by side.
 //
+// MFMA's 32x32x8 does 512 multiplications a pass, as 16x16x16 does; what it would save is a second read of B, and prefill's two
+// row tiles a wave share that read already.
+//
 // Shared memory: rows are padded by 16 bytes, so the 16 rows of load_a and load_b_rows start 4 banks apart (of 32, and
 // kD a multiple of 64) and every bank serves as many words as every other. load_b_cols reads 16-bit elements, 16 beside
 // each other: pairs share a word, and the rows of a wave's lane groups lie in different banks.

@@ -5,6 +5,7 @@
 //   shfl_xor<W>(x, m)   x[lane ^ m]                                 m < W
 //   shfl_idx<W>(x, i)   x[g + i % W]
 //   shfl_down<W>(x, d)  lane % W + d < W ? x[lane + d] : x[lane]
+//   shfl_up<W>(x, d)    lane % W >= d ? x[lane - d] : x[lane]
 //   reduce_sum<W>(x)    the sum of x[g .. g + W), the same bits in every lane (a butterfly)
 //   reduce_max<W>(x)    the largest of them; a NaN loses against a number
 //   any(b), all(b)      over the 32 lanes; ballot(b): bit i is lane i's
@@ -42,6 +43,11 @@ PA_DEVICE T shfl_idx(T x, int i) {
 template <int W = 32, class T>
 PA_DEVICE T shfl_down(T x, int d) {
   const int from = (wave_lane() & (W - 1)) + d < W ? wave_lane() + d : wave_lane();
+  return __builtin_bit_cast(T, lane_of_wave(to_bits(x), from));
+}
+template <int W = 32, class T>
+PA_DEVICE T shfl_up(T x, int d) {
+  const int from = (wave_lane() & (W - 1)) >= d ? wave_lane() - d : wave_lane();
   return __builtin_bit_cast(T, lane_of_wave(to_bits(x), from));
 }
 template <int W = 32, class T>

@@ -49,6 +49,7 @@ def expected(x: np.ndarray, wave: int) -> list[tuple[str, np.ndarray]]:
             rows += [
                 (f"shfl_xor<{w}>({w - 1})", x[t ^ (w - 1)]), (f"shfl_idx<{w}>(0)", x[g]), (f"shfl_idx<{w}>(x)", x[g + (x & 63) % w]),
                 (f"shfl_down<{w}>(1)", x[np.where(t % w + 1 < w, t + 1, t)]), (f"shfl_down<{w}>({w // 2})", x[np.where(t % w + w // 2 < w, t + w // 2, t)]),
+                (f"shfl_up<{w}>(1)", x[np.where(t % w >= 1, t - 1, t)]), (f"shfl_up<{w}>({w // 2})", x[np.where(t % w >= w // 2, t - w // 2, t)]),
                 (f"reduce_sum<{w}>", butterfly(f, w, np.add)), (f"reduce_sum<{w}> of ints", butterfly((x & 0xFFFF).astype(np.int64), w, np.add)),
                 (f"reduce_max<{w}>", butterfly(f, w, np.fmax)),
             ]

@@ -154,6 +154,7 @@ template <auto kF>
 void vector3(Machine& m, const Inst& i) {
   each_lane(m, i, [&](int l) -> u32 { return kF(source(m, i, 1, l), source(m, i, 2, l), source(m, i, 3, l)); });
 }
+u32 difference(u32 a, u32 b, bool clamp) { return clamp && a < b ? 0 : a - b; }
 template <auto kF>
 void float1(Machine& m, const Inst& i) { each_lane(m, i, [&](int l) { return as_bits(kF(as_float(source(m, i, 1, l)))); }); }
 template <auto kF>
@@ -748,9 +749,12 @@ std::map<std::string, Handler> make() {
   V1("v_ffbh_u32", a ? static_cast<u32>(std::countl_zero(a)) : ~0u)
   OP("v_mov_b64", each_lane64(m, i, [&](int l) { return source64(m, i, 1, l); }));
   names({"v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"}, h["v_mov_b32"]);
-  V2("v_add_nc_u32", a + b)
-  V2("v_sub_nc_u32", a - b)
-  V2("v_subrev_nc_u32", b - a)
+  OP("v_add_nc_u32", each_lane(m, i, [&](int l) -> u32 {
+       const u64 sum = static_cast<u64>(source(m, i, 1, l)) + source(m, i, 2, l);
+       return static_cast<u32>(i.clamp ? std::min<u64>(sum, 0xffffffff) : sum);
+     }));
+  OP("v_sub_nc_u32", each_lane(m, i, [&](int l) { return difference(source(m, i, 1, l), source(m, i, 2, l), i.clamp); }));
+  OP("v_subrev_nc_u32", each_lane(m, i, [&](int l) { return difference(source(m, i, 2, l), source(m, i, 1, l), i.clamp); }));
   V2("v_and_b32", a & b)
   V2("v_or_b32", a | b)
   V2("v_xor_b32", a ^ b)

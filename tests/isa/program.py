@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 FORWARD, REVERSE, RANDOM = 0, 1, 2
 
 NONE, VECTOR, SCALAR, LITERAL, SCC = range(5)
+CLAMPED = ("v_add_nc_u32", "v_sub_nc_u32", "v_subrev_nc_u32", "v_add_f32", "v_sub_f32", "v_subrev_f32", "v_mul_f32", "v_max_f32", "v_min_f32")
 SCALARS = {"vcc": 106, "vcc_lo": 106, "vcc_hi": 107, "m0": 124, "exec": 126, "exec_lo": 126, "exec_hi": 127}
 
 
@@ -221,6 +222,8 @@ def parse(t: Text, arch: str) -> list[Inst]:
         if sel:
             operands[n + 1].sel = _SDWA[sel]
     i.clamp = found.pop("clamp", "") == "1"
+    if i.clamp and name not in CLAMPED:
+        raise ValueError(f"{name} with clamp")
     returns = found.pop("sc0", "") == "1" and "atomic" in name or found.pop("glc", "") == "1" and "atomic" in name or "RETURN" in found.pop("th", "")
     i.flags |= 1 if returns else 0
     for ignored in ("sc1", "nt", "slc", "dlc", "scope", "sc0", "glc"):

@@ -30,6 +30,10 @@ inline T shfl_down(T x, int d, SIMT_HERE) {
   return simt::exchange(group(), lane(), x, here)(lane() % W + d < W ? lane() + d : lane());
 }
 template <int W = 32, class T>
+inline T shfl_up(T x, int d, SIMT_HERE) {
+  return simt::exchange(group(), lane(), x, here)(lane() % W >= d ? lane() - d : lane());
+}
+template <int W = 32, class T>
 inline T reduce_sum(T x, SIMT_HERE) {
   for (int m = W / 2; m; m /= 2) x += shfl_xor<W>(x, m, here);
   return x;

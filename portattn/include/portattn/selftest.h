@@ -35,6 +35,8 @@ struct Selftest {
     put(warp::shfl_idx<W>(x, static_cast<int>(x & 63)));  // each lane another, wrapping
     put(warp::shfl_down<W>(x, 1));
     put(warp::shfl_down<W>(x, W / 2));
+    put(warp::shfl_up<W>(x, 1));
+    put(warp::shfl_up<W>(x, W / 2));
     put(warp::reduce_sum<W>(f));
     put(static_cast<u32>(warp::reduce_sum<W>(static_cast<int>(x & 0xffff))));
     put(warp::reduce_max<W>(f));
