@@ -269,6 +269,8 @@ class Attention:
         chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
         kind = "tiles" if shape.descriptors else "mixed" if mode == "both" and not chunks else "gather"
         tile, base = schedule.configs_for(self.machine.arch, kind, padded, is32)
+        if self.interpreted and self.max_k >= 2048:  # its time is counted in tiles
+            tile, base = tile._replace(bm=128, bn=256), base._replace(bn=256)
         rows = self.max_q * self.group
         uniform = self.layout == "dense"
         # A batch too large to search is not split either; with batch_invariant that would change bits, so the limit is higher.
