@@ -107,10 +107,11 @@ def keep_hopper(record: dict[str, Any], size: int, blocks: Any) -> None:
 
 def measure_hopper(device: torch.device, size: int, record: dict[str, Any]) -> None:
     """hopper.py's blocks that are fastest for the most keys; and for the fewest, up to where those are no longer faster."""
-    from . import schedule
+    from . import calls, schedule
 
+    shared = calls.machine_of(device).shared
     times: dict[tuple, list[float]] = {}
-    for option in HOPPERS:
+    for option in filter(lambda o: fits(size, o, shared), HOPPERS):
         found = []
         for keys in KEYS:
             if (seconds := _time_hopper(device, size, option, keys)) is None:
@@ -131,6 +132,13 @@ def measure_hopper(device: torch.device, size: int, record: dict[str, Any]) -> N
             option = tuple(record[kind][size][:5])
             print(f"head dim {size}, {kind}: {record[kind][size]}, {', '.join(f'{t:.1f}' for t in times[option])} us for "
                   f"{', '.join(map(str, KEYS))} keys (of {len(times)})", flush=True)
+
+
+def fits(size: int, option: tuple, shared: int) -> bool:
+    """Whether rings of Q, K and V fit shared memory, and O, S and P a thread's registers: Triton prints pages where they do not."""
+    groups, bn, stages, registers, _ = option
+    slots = 2 if size < 256 else 1  # of Q
+    return slots * groups * 64 * size * 2 + 2 * stages * bn * size * 2 < shared and size // 2 + bn // 2 + bn // 4 <= registers
 
 
 def _time_hopper(device: torch.device, size: int, option: tuple, keys: int) -> float | None:

@@ -302,6 +302,16 @@ def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
     assert "RuntimeError" in capsys.readouterr().out
 
 
+def test_tune_tries_only_blocks_of_hopper_that_fit():
+    """As an H200 had it: 8, 6 and 1 of the candidates ran; what is shipped is among them."""
+    from portattn.backends.triton import tune
+
+    for size, count in ((64, 8), (128, 6), (256, 1)):
+        fitting = [o for o in tune.HOPPERS if tune.fits(size, o, 227 << 10)]
+        assert len(fitting) == count
+        assert {tuple(h[:5]) for h in schedule.hoppers("sm_90", size)} <= set(fitting)
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_batch_invariance_chooses_the_kernel_without_the_batch(monkeypatch, invariant):
     from portattn.backends.triton import calls
