@@ -1,12 +1,13 @@
 // Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer: clusters of blocks, no workspace.
 //
 // Computes   out = softmax(scale q.k) v for one query token a sequence, up to eight query heads a kv head, a paged cache.
-// Schedule   schedule.h's lines, each a cluster's: its blocks take even parts of the line, whatever the lengths are, in order.
+// Schedule   schedule.h's lines, cut at tile's ends into pieces as even as they get. A piece is a cluster's: its blocks take even parts
+//            of it, whatever the lengths are, in order.
 // Merging    A tile's states lie in blocks of one cluster. Each row of it is merged by one of them, dealt out in turn: blocks send
 //            their states of the row there, through distributed shared memory, and the barrier there counts bytes. That is
 //            several times faster than any way through memory that all blocks see.
 // Loading    A wave takes 16 keys of every unit, apart from the others: its copies run kStages units ahead, over the ends of
-//            tiles; the next tile's q is fetched while this one's states are merged. Rows of whole 128-byte lines land line on line, their pieces turned by the row's number (decode.h).
+//            tiles; the next tile's q is fetched beside them. Rows of whole 128-byte lines land line on line, their pieces turned by the row's number (decode.h).
 // Products   Keys are rows: S^T (16 keys x 8 heads) = K Q^T and O^T (kD x 8) += V^T P^T on m16n8k16, so that eight columns are
 //            enough and nothing is computed for heads that do not exist.
 // Numerics   float32 accumulation; probabilities rounded to q's type. A row's base is a maximum seen before, raised when a score
@@ -56,11 +57,16 @@ struct PlainDecode {
   const P& p;
   u8* waves;
   Mail& mail;
-  int wave, lane, line, part;
+  int wave, lane, line, piece, part;
+  int lens[4], starts[4];  // of the first 128 sequences, four a lane: lengths, and where ragged q begins
 
-  PA_DEVICE PlainDecode(const P& params, u8* memory, int line_, int part_)
+  // Of a grid of lines x pieces columns; a block is its column's `part_`-th.
+  PA_DEVICE PlainDecode(const P& params, u8* memory, int column, int part_)
       : p(params), waves(memory), mail(*reinterpret_cast<Mail*>(memory + kWaves * kWaveBytes)), wave(warp::wave_index()), lane(warp::wave_lane()),
-        line(line_), part(part_) {}
+        part(part_) {
+    line = p.pieces() == 1 ? column : quotient(column, p.pieces());
+    piece = column - line * p.pieces();
+  }
 
   PA_DEVICE u8* stage(int w, int slot) const { return waves + w * kWaveBytes + slot * kStageBytes; }
   PA_DEVICE u8* widened(int w) const { return waves + w * kWaveBytes + kStages * kStageBytes; }
@@ -76,13 +82,21 @@ struct PlainDecode {
     if (kRagged && token(b + 1) - token(b) != 1) return -1;
     return length_of(p, b, p.len_k);
   }
+  // The same of what is known already where it is; b is the same in every lane.
+  PA_DEVICE int known(const int (&x)[4], int b) const {
+    const int nth = b & 3;
+    return warp::shfl_idx<32>(nth == 0 ? x[0] : nth == 1 ? x[1] : nth == 2 ? x[2] : x[3], b >> 2);
+  }
+  PA_DEVICE int length_again(int b) const { return b < 128 && p.batch > 1 ? known(lens, b) : length(b); }
+  PA_DEVICE int token_again(int b) const { return b < 128 && p.batch > 1 ? known(starts, b) : token(b); }
 
   // 128 sequences from `base` on, four a lane: their lengths, and the units before this lane's.
   struct Chunk { int len[4], mine, before, total; };
   PA_DEVICE Chunk look_through(int base) const {
     Chunk c;
     if (p.batch == 1) {
-      c.len[0] = length(0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c.len[i] = length(0);
       c.total = weight_of(c.len[0]);
       return c;
     }
@@ -145,7 +159,7 @@ struct PlainDecode {
     a.unit = 0;
     if (++a.nth < p.line_heads) return;
     a.nth = 0;
-    do a.len = length(++a.b);
+    do a.len = length_again(++a.b);
     while (kRagged && a.len < 0);
     a.units = units_of(a.len);
   }
@@ -240,7 +254,7 @@ struct PlainDecode {
   struct Query { u32 x[kTiles][2]; };  // head g, columns 2c, 2c + 1 and 2c + 8, 2c + 9 of every 16
   PA_DEVICE void fetch(Query& q, const Cursor& a) const {
     const int g = lane >> 2, head = head_of(a.nth) * p.group + g;
-    const T* row = static_cast<const T*>(p.q) + (kRagged ? token(a.b) * p.q_token : a.b * p.q_batch) + head * p.q_head + 2 * (lane & 3);
+    const T* row = static_cast<const T*>(p.q) + (kRagged ? token_again(a.b) * p.q_token : a.b * p.q_batch) + head * p.q_head + 2 * (lane & 3);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -390,11 +404,11 @@ struct PlainDecode {
   }
 
   // The cursor stands at the begin of a segment of `units`, whose last keys and values were in `slot`.
-  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt) const {
+  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt, int origin) const {
     publish(st, slot);
     block_sync();
     const bool begins = a.unit == 0, ends = a.unit + units == a.units;
-    const int start = a.at - a.unit, start_q = kRagged ? token(a.b) : 0;
+    const int start = a.at - a.unit - origin, start_q = kRagged ? token_again(a.b) : 0;
     const int first = begins ? part : dealt.worker(start), count = (ends ? part : dealt.worker(start + a.units - 1)) - first + 1;
     for (int r = wave; r < p.group; r += kWaves) {
       const Part sums = sum(kWaves, [&](int w) { return result(w, slot) + r * kRowFloats; });
@@ -422,7 +436,18 @@ struct PlainDecode {
 
   // ---- a block's work
 
-  PA_DEVICE void run() const {
+  // The tile's end, or begin, that is nearest to a place on the line.
+  PA_DEVICE int cut(int at, int total, const Chunk& chunk) const {
+    if (at <= 0 || at >= total) return at <= 0 ? 0 : total;
+    const Cursor a = place(at, 1, chunk);
+    return 2 * a.unit < a.units ? at - a.unit : at - a.unit + a.units;
+  }
+  // `nth` of p.pieces() even parts of a line of `total` units.
+  PA_DEVICE int even(int nth, int total) const {
+    const int each = quotient(total, p.pieces());
+    return nth * each + min_of(nth, total - each * p.pieces());
+  }
+  PA_DEVICE void run() {
     if (thread_x() == 0) {
       for (int kind = 0; kind < 2; ++kind) {
         sm90::init(mail.full[kind], 1);
@@ -432,12 +457,22 @@ struct PlainDecode {
     }
     sm90::cluster_arrive();
     const Chunk chunk = look_through(0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      lens[i] = chunk.len[i];
+      if (kRagged) starts[i] = 4 * lane + i < p.batch ? token(4 * lane + i) : 0;
+    }
     int total = chunk.total;
     for (int base = 128; base < p.batch; base += 128) total += look_through(base).total;
+    int origin = 0;
+    if (p.pieces() > 1) {
+      origin = cut(even(piece, total), total, chunk);
+      total = cut(even(piece + 1, total), total, chunk) - origin;
+    }
     const Deal dealt = deal(p, total);
     if (part >= dealt.workers) return sm90::cluster_wait();
     const int start = dealt.begin(part);
-    Cursor a = place(start, dealt.begin(part + 1) - start, chunk);
+    Cursor a = place(origin + start, dealt.begin(part + 1) - start, chunk);
     Ahead ahead = {a};
     enter(ahead);
     Query q;
@@ -453,6 +488,7 @@ struct PlainDecode {
       Cursor next = a;
       skip(next, units);
       Query next_q = q;
+      if (next.left > 0) fetch(next_q, next);  // long before it is needed
 #pragma unroll 1
       for (int n = 0; n < units; ++n) {
         copy_wait<kStages - 1>();
@@ -472,8 +508,7 @@ struct PlainDecode {
         issue(ahead, slot);
         slot = slot + 1 == kStages ? 0 : slot + 1;
       }
-      if (next.left > 0) fetch(next_q, next);
-      finish_segment(a, units, st, slot, dealt);
+      finish_segment(a, units, st, slot, dealt, origin);
       if constexpr (kWiden) {
         block_sync();  // before the waves widen into its place
         issue(ahead, slot);

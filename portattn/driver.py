@@ -268,7 +268,7 @@ class Function:
         return LaunchConfig(*grid, 1, threads, 1, 1, self.shared, None, attributes, len(values))
 
     def clusters(self, threads: int, size: int) -> int:
-        """How many clusters of `size` blocks the device runs at the same time; 0 where the driver knows none."""
+        """How many clusters of `size` blocks, 2 or more, the device runs at the same time; 0 where the driver knows none."""
         symbol = self.driver.vendor.clusters
         if symbol is None or self.driver.launch_ex is None or not hasattr(self.driver.lib, symbol):
             return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -153,13 +153,37 @@ def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: boo
     return Shape(Instance("plain", options), 32 * waves, plain_shared(kv_bytes, dim, waves, stages), 16 * waves, 1)
 
 
-def clusters_of(heads_kv: int, blocks: int, largest: int = MAX_CLUSTER) -> tuple[int, int]:
-    """(lines, blocks of each line's cluster) for plain.h, of at most `blocks` in all: as many as can be, heads side by side."""
+class Clusters(NamedTuple):
+    """How plain.h shares work: lines (each of some kv heads), pieces of a line, and blocks of a piece's cluster."""
+
+    lines: int
+    pieces: int
+    size: int
+
+    @property
+    def blocks(self) -> int:
+        return self.lines * self.pieces * self.size
+
+
+def clusters_of(heads_kv: int, batch: int, blocks: int, most: Callable[[int], int]) -> Clusters | None:
+    """Clusters on at most `blocks` blocks, of which the device runs `most(size)` at the same time, for `batch` sequences or more; None where
+    they would leave more than three quarters of the blocks idle.
+
+    Pieces end where tiles do: with sixteen tiles a piece they are even within a few per cent, and take all that run at once. With fewer,
+    heads are lines of one piece, whose blocks share everything evenly: for those half of the multiprocessors is enough.
+    """
+    if blocks >= 16:
+        pieces = min(most(8), blocks // 8)
+        if 0 < pieces <= batch * heads_kv // 16:
+            return Clusters(1, pieces, 8)
     found = []
-    for lines in (n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and n <= max(1, blocks)):
-        size = 1 << (min(largest, max(1, blocks // lines)).bit_length() - 1)
+    for lines in (n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and n <= blocks):
+        size = 1 << (min(MAX_CLUSTER, blocks // lines).bit_length() - 1)
+        while size > 1 and most(size) < lines:
+            size //= 2
         found.append((lines * size, lines, size))
-    return max(found)[1:]
+    lines, size = max(found)[1:]
+    return Clusters(lines, 1, size) if 4 * lines * size >= blocks else None
 
 
 def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:

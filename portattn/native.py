@@ -34,7 +34,6 @@ from .instances import (
     decode_shared,
     head_dim_of,
     mixed_shape,
-    MAX_CLUSTER,
     clusters_of,
     plain_shape,
     prefill_shared,
@@ -331,7 +330,8 @@ class Launcher:
         self.records: dict[int, list[Record]] = {0: []}
         # ctypes objects made once: converting the numbers at each call costs more than the call.
         numbers = (*grid, 1, threads, 1, 1, function.shared)
-        self.raw = functools.partial(function.raw, ctypes.c_void_p(function.handle), *map(ctypes.c_uint, numbers))
+        self.handle, self.extended = ctypes.c_void_p(function.handle), function.driver.launch_ex
+        self.raw = functools.partial(function.raw, self.handle, *map(ctypes.c_uint, numbers))
 
     def __call__(self, stream: int, off: int, addresses: Sequence[int]) -> None:
         """Launches with these pointers; `off` are flags that do not hold for them (alignment)."""
@@ -344,11 +344,12 @@ class Launcher:
             config = None if self.plainly else self.function.config(self.grid, self.threads, self.cluster, self.overlapping)
             item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}), config)
         self.pointers(item.buffer, 0, *addresses)
-        if item.config is None:
+        config = item.config
+        if config is None:
             code = self.raw(stream, item.pointer, None)
         else:
-            item.config.stream = stream
-            code = self.function.driver.launch_ex(ctypes.addressof(item.config), self.function.handle, item.pointer, None)
+            config.stream = stream
+            code = self.extended(ctypes.byref(config), self.handle, item.pointer, None)
         if code:
             self.function.failed(code, self.grid, self.threads, stream, item.arguments, self.about)
         pool.append(item)
@@ -493,7 +494,7 @@ class Attention(_Bound):
         self.empty = out.numel() == 0
         if self.empty:
             return
-        self.room = Room(0, 0)
+        self.room: Room | None = None  # plain.h needs none
         if plain and kernel_of(call, problem, device.limits).instance.kernel == "plain":
             self.launch = self._plain_launcher(call, dim, device.limits.sms)
             self.plain = self.launch is not None  # general: for pointers that turn out not to be aligned
@@ -513,14 +514,14 @@ class Attention(_Bound):
 
     def _plain_launcher(self, call: Call, dim: int, blocks: int) -> Launcher | None:
         """plain.h on at most so many blocks; None where the device does not run its clusters all at once."""
-        shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged=call.q.dim() == 3)
-        for largest in (MAX_CLUSTER, 8):  # 8: any Hopper; a device with multiprocessors missing may not have room for more
-            lines, size = clusters_of(self.values["heads_kv"], blocks, largest)
-            function = self.device.function(shape.instance, shape.shared)
-            if size * lines * 4 >= blocks and function.clusters(shape.threads, size) >= lines:
-                values = self.values | dealing(self.values["heads_kv"], lines * size, lines)
-                return self._launcher(shape, values, (lines, size), size)
-        return None
+        ragged = call.q.dim() == 3  # how many sequences are of one token is the device's to know
+        shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged)
+        function, heads = self.device.function(shape.instance, shape.shared), self.values["heads_kv"]
+        c = clusters_of(heads, 0 if ragged else self.values["batch"], blocks, functools.partial(function.clusters, shape.threads))
+        if c is None:
+            return None
+        values = self.values | dealing(heads, c.lines * c.size, c.lines) | {"mixed_stride": c.pieces}
+        return self._launcher(shape, values, (c.lines * c.pieces, c.size), c.size)
 
     def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
         problem, limits = self.problem, self.device.limits
@@ -573,7 +574,7 @@ class Attention(_Bound):
             if self.general is None:
                 self.general = Attention(self.device, call, self.problem, plain=False)
             return self.general._run(call, out, lse)
-        addresses = [q, k, v, o, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *self.workspaces.get(stream, self.room)]
+        addresses = [q, k, v, o, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *(self.workspaces.get(stream, self.room) if self.room else (0, 0))]
         if lse is not None:
             addresses[4] = lse.data_ptr()
         for place, field in self.present:

@@ -214,11 +214,16 @@ def test_a_line_is_a_cluster_as_large_as_the_device_runs_all_at_once(hopper, mon
     assert kernels(native.Attention(hopper, plain(), problem()))[0] == "decode"
 
 
-@pytest.mark.parametrize("heads, blocks, expected", [(8, 132, (8, 16)), (16, 132, (16, 8)), (32, 132, (32, 4)), (4, 132, (4, 16)), (6, 132, (6, 16)),
-                                                     (40, 132, (8, 16)), (8, 66, (8, 8)), (1, 132, (1, 16)), (8, 3, (2, 1))])
-def test_clusters_fill_the_device_with_heads_side_by_side(heads, blocks, expected):
-    lines, size = native.clusters_of(heads, blocks)
-    assert (lines, size) == expected and heads % lines == 0 and lines * size <= blocks
+H200 = {16: 7, 8: 15, 4: 30, 2: 66}  # clusters that one runs at the same time: not every GPC has all its multiprocessors
+
+
+@pytest.mark.parametrize("heads, batch, blocks, expected", [
+    (8, 1, 132, (8, 1, 8)), (8, 8, 132, (8, 1, 8)), (8, 64, 132, (1, 15, 8)), (16, 1, 132, (16, 1, 4)), (32, 1, 132, (32, 1, 2)), (4, 1, 132, (4, 1, 16)),
+    (1, 1, 132, None), (1, 300, 132, (1, 15, 8)), (8, 8, 66, (8, 1, 8)), (8, 64, 66, (1, 8, 8)), (8, 4, 3, (2, 1, 1)),
+])
+def test_clusters_run_all_at_once_and_fill_the_device_where_tiles_are_many(heads, batch, blocks, expected):
+    found = native.clusters_of(heads, batch, blocks, H200.__getitem__)
+    assert found == expected and (found is None or heads % found.lines == 0 and found.blocks <= blocks)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])

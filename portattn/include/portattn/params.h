@@ -70,7 +70,7 @@ struct AttentionParams {
   float softcap;
   float v_factor;           // v_scale where that is a number
   u32 flags;
-  i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work
+  i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work; plain.h: pieces of a line
 };
 
 // What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
@@ -88,6 +88,7 @@ struct PlainParams : AttentionParams {
   static constexpr i32 head_dim = kD, head_dim_v = kD, len_q = 1, window_left = -1, window_right = -1;
   static constexpr float softcap = 0.0f;
   static constexpr u32 flags = kAligned | kOutAligned | kUniformPages | kPaged;
+  PA_DEVICE int pieces() const { return mixed_stride; }  // of a line, each a cluster's
 };
 
 // Appending keys and values to a paged cache, keys turned by rotary where given.
