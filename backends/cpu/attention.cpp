@@ -68,6 +68,17 @@ int64_t heads_at_once(const Plan& p) {
   return heads;
 }
 
+bool in_tiles(const Shape& s) { return kTiles && kernels(s.kv_type).pairs; }
+
+// Rows of a tile of many rows: fewer where there would be too few tiles for the threads.
+int64_t rows_at_once(const Plan& p) {
+  const Shape& s = p.s;
+  int64_t rows = in_tiles(s) ? kTileRows : kManyRows, all = s.batch * s.len_q;
+  if (s.kind == kVarlen || s.kind == kPagedRagged) all = s.batch ? entry(p.a.cu_q, s.batch, s.cu_q_64) : 0;
+  while (!s.invariant && p.a.threads > 1 && rows > 96 && all * p.group / rows * s.heads_kv < 4 * p.a.threads) rows /= 2;
+  return rows;
+}
+
 bool is_few(const Plan& p, const Sequence& x, int64_t tokens) { return tokens == x.len_q && tokens * p.group <= kFewRows; }
 
 void make_plan(Plan& p) {
@@ -75,11 +86,11 @@ void make_plan(Plan& p) {
   double ns = 0;
   int64_t keys = 0;
   p.tiles.clear();
-  const int64_t at_once = heads_at_once(p);
+  const int64_t at_once = heads_at_once(p), many = rows_at_once(p);
   for (int64_t b = 0; b < s.batch; b++) {
     const Sequence x = sequence(s, p.a, b);
     const int64_t rows = x.len_q * p.group;
-    const int64_t most = rows <= kFewRows ? x.len_q : p.group >= kTileRows ? 1 : kTileRows / p.group;
+    const int64_t most = rows <= kFewRows ? x.len_q : std::max<int64_t>(many / p.group, 1);
     for (int64_t end = x.len_q; end > 0; end -= most) {  // those with most keys first
       const int64_t first = end > most ? end - most : 0;
       int64_t lo, hi, unused;
@@ -417,7 +428,7 @@ void run_tiles(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t
 
 void run_unit(const Plan& p, const Tile& t, int64_t split, float* states, Scratch& scratch) {
   const int64_t begin = (p.s.invariant ? t.lo / t.step * t.step : t.lo) + split * t.step;
-  const auto run = is_few(p, t.seq, t.tokens) ? run_few : kTiles && kernels(p.s.kv_type).pairs ? run_tiles : run_many;
+  const auto run = is_few(p, t.seq, t.tokens) ? run_few : in_tiles(p.s) ? run_tiles : run_many;
   run(p, t, std::max(begin, t.lo), std::min(begin + t.step, t.hi), split, states, scratch);
 }
 

@@ -14,7 +14,8 @@
 
 namespace pa {
 
-constexpr int kTileRows = kTiles ? 512 : kLanes == 16 ? 192 : 96;  // rows that a block is packed for; the faster the products, the more
+constexpr int kManyRows = kLanes == 16 ? 192 : 96;  // rows that a block is packed for: as many as the second cache holds beside it
+constexpr int kTileRows = 512;                      // with AMX's tiles, whose products take less of the time
 
 // Single and Double say what a product of two places is; rows of the left factor are whole places.
 struct Single {
