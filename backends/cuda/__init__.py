@@ -31,11 +31,11 @@ def probe(device: torch.device) -> tuple[Reason, ...]:
 
 
 def builds_hopper(arch: str) -> bool:
-    """Whether Hopper's kernels can be had: prebuilt, or from CUDA 12's NVRTC or a newer one."""
+    """Whether Hopper's kernels can be had: prebuilt, or from CUDA 12.1's NVRTC or a newer one."""
     if any(name.startswith("prefill_sm90") for name in codeobjects.prebuilt_index("cuda").get(arch, {})):
         return True
     compiler = codeobjects.nvrtc()
-    return not isinstance(compiler, Reason) and int(compiler.version.split(".")[0]) >= 12
+    return not isinstance(compiler, Reason) and tuple(map(int, compiler.version.split(".")[:2])) >= (12, 1)
 
 
 @functools.lru_cache(maxsize=None)

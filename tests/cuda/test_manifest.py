@@ -25,7 +25,8 @@ def serves(p):
 
 
 def test_each_kind_of_call_has_its_capability():
-    assert serves(problem()) == "decode" and serves(problem(q_len="extend")) == "tiles_sm90"
+    assert serves(problem()) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
+    assert serves(problem(arch="sm_100")) == serves(problem(sinks=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
     assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
     assert serves(problem(layout="dense", q_len="prefill")) == "tiles_dense"
     assert serves(problem(layout="cache_append", causal=False, dtype="float32", kv_dtype="float8_e5m2")) == "append"
@@ -41,7 +42,7 @@ def test_what_the_kernels_do_not_do_is_declined(changed):
 def test_triton_comes_first_but_for_pages_on_hopper_and_dense_tiles_last():
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
-    assert order(problem()) == ["triton", "cuda", "sdpa"]
+    assert order(problem()) == ["cuda", "triton", "sdpa"] and order(problem(softcap=True)) == ["triton", "cuda", "sdpa"]
     assert order(problem(q_len="extend")) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     assert order(problem(layout="dense", q_len="prefill")) == ["triton", "sdpa", "cuda"]
@@ -55,8 +56,8 @@ def test_every_head_dim_has_an_instance(dim):
     assert native.mixed_shape("float16", "float8_e5m2", padded, limits).instance.options
 
 
-@pytest.mark.parametrize("version, able", [("11.8", False), ("12.0", True), ("13.0", True)])
-def test_hoppers_kernels_want_cuda_12(monkeypatch, version, able):
+@pytest.mark.parametrize("version, able", [("11.8", False), ("12.0", False), ("12.1", True), ("12.10", True), ("13.0", True)])
+def test_hoppers_kernels_want_cuda_12_1(monkeypatch, version, able):
     backend = importlib.import_module("portattn.backends.cuda")
     monkeypatch.setattr(backend.codeobjects, "prebuilt_index", lambda vendor: {})
     monkeypatch.setattr(backend.codeobjects, "nvrtc", lambda: types.SimpleNamespace(version=version))
