@@ -16,6 +16,7 @@ import threading
 import types
 from collections import deque
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -308,19 +309,13 @@ def _modules():
 
 
 def kernels(source: str | None = None):
-    """hopper.py, or a changed copy of it, its functions as plain Python."""
-    fake = _modules()
-    kept = {name: sys.modules.get(name) for name in fake}
-    sys.modules.update(fake)
-    module = types.ModuleType("hopper_on_host")
-    try:
+    """hopper.py, or a changed copy of it, its functions as plain Python; whether Gluon itself has been imported or not."""
+    import triton.experimental
+
+    fake, module = _modules(), types.ModuleType("hopper_on_host")
+    gluon = fake["triton.experimental.gluon"]
+    with mock.patch.dict(sys.modules, fake), mock.patch.object(triton.experimental, "gluon", gluon, create=True):
         exec(compile(source or SOURCE.read_text(encoding="utf-8"), str(SOURCE), "exec"), module.__dict__)
-    finally:
-        for name, real in kept.items():
-            if real is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = real
     return module
 
 

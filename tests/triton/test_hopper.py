@@ -135,6 +135,7 @@ FAULTS = {  # (what stands in hopper.py, what is planted)
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_the_emulation_sees_planted_faults(fault, monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
     source = host.SOURCE.read_text(encoding="utf-8")
     if fault:
         right, wrong = FAULTS[fault]
