@@ -1,11 +1,13 @@
 """C-ERR: every fault of a call named at once, before dispatch, with nothing written; the same whatever the backend."""
 
+import weakref
+
 import pytest
 import torch
 from toys import toy
 
 import portattn
-from portattn import ArgumentError, ArgumentTypeError, NoBackendError
+from portattn import ArgumentError, ArgumentTypeError, NoBackendError, api, reference
 
 SCALES = torch.ones(2)
 
@@ -144,6 +146,60 @@ def test_a_cached_call_does_not_hide_a_fault():
     portattn.attention(q, q, q, window_size=[1, 0])
     with pytest.raises(ArgumentError):
         portattn.attention(q, q, q, window_size=[1, -3])
+
+
+@pytest.fixture
+def recent():
+    """A paged call that is found by what the last calls were, without a key."""
+    api._forget_recent()
+    for _ in range(3):
+        paged()
+    if not api._Guards:
+        pytest.skip("package: this torch has other guards, keys do")
+    assert api._recent
+
+
+@pytest.mark.parametrize("call, changed, name, kind", [f for f in FAULTS if f[0] is paged], ids=lambda x: str(x)[:40])
+def test_a_call_like_the_last_ones_does_not_hide_a_fault(recent, call, changed, name, kind):
+    test_a_fault_names_the_argument(call, changed, name, kind)
+
+
+@pytest.mark.parametrize("changed", [
+    dict(q=torch.randn(2, 3, 4, 8)), dict(k_cache=torch.randn(6, 2, 4, 8).transpose(1, 2)), dict(block_table=torch.arange(6).view(2, 3)),
+    dict(kv_lens=torch.tensor([5, 12])), dict(causal=True), dict(softmax_scale=0.5), dict(return_lse=True), dict(window_size=(2, 0)), dict(sinks=torch.ones(4)),
+    dict(out=torch.empty(2, 1, 4, 8)), dict(k_scale=0.5, v_scale=2.0), dict(batch_invariant=True),
+], ids=lambda x: next(iter(x)))
+def test_a_call_that_differs_from_the_last_ones_in_one_thing_is_itself(recent, changed):
+    alike = dict(q=torch.randn(2, 1, 4, 8), k_cache=torch.randn(6, 4, 2, 8), v_cache=torch.randn(6, 4, 2, 8)) | changed
+    got = paged(**alike)
+    want = reference.attention_paged(alike.pop("q"), alike.pop("k_cache"), alike.pop("v_cache"),
+                                     alike.pop("block_table", torch.arange(6, dtype=torch.int32).view(2, 3)),
+                                     alike.pop("kv_lens", torch.tensor([5, 12], dtype=torch.int32)), **alike)
+    torch.testing.assert_close(got[0] if changed.get("return_lse") else got, want[0].float())
+
+
+def test_what_the_last_calls_were_keeps_no_tensor_alive(recent):
+    q = torch.randn(2, 1, 4, 8)
+    gone = weakref.ref(q)
+    for _ in range(3):
+        paged(q=q)
+    del q
+    assert gone() is None
+
+
+def test_another_backend_is_asked_after_the_order_changed(recent):
+    with portattn.use("sdpa"):
+        assert portattn.plan(portattn.attention_paged, torch.randn(2, 1, 4, 8), torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 8),
+                             torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([5, 12], dtype=torch.int32)).choice.backend == "sdpa"
+        paged()
+
+
+def test_what_wants_a_gradient_is_not_taken_for_what_does_not(recent):
+    q = torch.randn(2, 1, 4, 8, requires_grad=True)
+    with pytest.raises(NoBackendError, match="grad"):
+        paged(q=q)
+    with torch.no_grad():
+        paged(q=q)
 
 
 def test_an_unknown_keyword_is_pythons_own_error():
