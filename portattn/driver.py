@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from .codeobjects import Instance, code_object
 from .errors import KernelError
@@ -256,9 +256,10 @@ class Function:
     def launch(self, grid: tuple[int, int], threads: int, stream: int, params: ctypes.Array, about: str = "") -> None:
         """Launches `grid` (x, y) blocks of `threads` with one packed params struct; the struct may be reused on return."""
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        code = self.raw(self.handle, *grid, 1, threads, 1, 1, self.shared, stream, arguments, None)
+        launch = functools.partial(self.raw, self.handle, *grid, 1, threads, 1, 1, self.shared, stream, arguments, None)
+        code = launch()
         if code:
-            self.failed(code, grid, threads, stream, arguments, about)
+            self.failed(code, launch, grid, threads, about)
 
     def config(self, grid: tuple[int, int], threads: int, cluster: int = 1, overlapping: bool = False) -> LaunchConfig:
         """For `driver.launch_ex`; the caller sets `stream`. `cluster`: blocks of a column that run together. `overlapping`: beside the stream's
@@ -279,11 +280,11 @@ class Function:
             self.driver.call(symbol, ctypes.byref(found), ctypes.c_void_p(self.handle), ctypes.byref(config))
         return found.value
 
-    def failed(self, code: int, grid: tuple[int, int], threads: int, stream: int, arguments: Any, about: str = "") -> None:
-        """After a launch said `code`: launches again if only the thread's context was another, else raises."""
+    def failed(self, code: int, launch: Callable[[], int], grid: tuple[int, int], threads: int, about: str = "") -> None:
+        """After `launch` said `code`: launches again if only the thread's context was another, else raises."""
         if code in self.driver.vendor.wrong_context:
             with self.driver.context(self.index):
-                code = self.raw(self.handle, *grid, 1, threads, 1, 1, self.shared, stream, arguments, None)
+                code = launch()
             if not code:
                 return
         raise KernelError(f"launching {self.what}, {grid[0]} x {grid[1]} blocks of {threads}, {self.shared} bytes shared, device {self.index}: "

@@ -351,7 +351,9 @@ class Launcher:
             config.stream = stream
             code = self.extended(ctypes.byref(config), self.handle, item.pointer, None)
         if code:
-            self.function.failed(code, self.grid, self.threads, stream, item.arguments, self.about)
+            again = functools.partial(self.raw, stream, item.pointer, None) if config is None else functools.partial(
+                self.extended, ctypes.byref(config), self.handle, item.pointer, None)
+            self.function.failed(code, again, self.grid, self.threads, self.about)
         pool.append(item)
 
 

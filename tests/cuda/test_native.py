@@ -240,6 +240,14 @@ def test_a_plain_call_on_a_pointer_that_is_not_aligned_takes_the_general_kernel(
     assert seen(hopper)[name] == x.data_ptr()
 
 
+def test_a_cluster_launched_in_another_context_is_launched_again_as_a_cluster(hopper, monkeypatch):
+    run = native.Attention(hopper, plain(), problem())
+    monkeypatch.setenv("FAKE_FAIL", "launch:1:201")
+    run(plain())
+    first, second = launches(hopper)
+    assert first == second and "cluster 1 16 1" in second
+
+
 def ragged(**changed):
     bf = lambda *s: torch.zeros(*s, dtype=torch.bfloat16)
     return plain(q=bf(72, 8, 64), out=bf(72, 8, 64), max_seqlen_q=70, cu_seqlens_q=torch.tensor([0, 1, 71, 72], dtype=torch.int32))._replace(**changed)
