@@ -14,15 +14,27 @@
 // MFMA's 32x32x8 does 512 multiplications a pass, as 16x16x16 does; what it would save is a second read of B, and prefill's two
 // row tiles a wave share that read already.
 //
-// Shared memory: rows are padded by 16 bytes, so the 16 rows of load_a and load_b_rows start 4 banks apart (of 32, and
-// kD a multiple of 64) and every bank serves as many words as every other. load_b_cols reads 16-bit elements, 16 beside
-// each other: pairs share a word, and the rows of a wave's lane groups lie in different banks.
+// Shared memory: rows are padded by 16 bytes and start 4 banks apart (of 32, and kD a multiple of 64). MFMA reads 8 bytes a lane,
+// sixteen rows beside each other: rows 8 apart would meet in a bank, so in the upper eight the halves of 16 bytes change places.
+// WMMA reads 16 bytes a lane, eight rows beside each other. load_b_cols reads 16-bit elements, 16 beside each other: pairs share a
+// word, and the rows of a wave's lane groups lie in different banks.
 #pragma once
 
-#include <fp8.h>
+#include "fp8.h"
 #include <warp.h>  // in angle brackets: tests/simt compiles this file with its own vendor.h in front
 
 namespace portattn {
+
+// Where column d of key or value r stands in its row.
+PA_DEVICE constexpr int place_in_row(int r, int d) { return kMatrixLayout == kMfma ? d ^ (r >> 1 & 4) : d; }
+// Eight columns beside each other, `d` the first of them a multiple of 8; `upper`: of a row 8 .. 15 of sixteen.
+template <class T>
+PA_DEVICE void store_eight(T* to, bool upper, const Bytes16& x) {
+  const bool swap = kMatrixLayout == kMfma && upper;
+  const u32 a = x.x[0], b = x.x[1], c = x.x[2], d = x.x[3];  // choices between values: an address that is chosen would keep x in memory
+  *reinterpret_cast<Bytes16*>(to) = {{swap ? c : a, swap ? d : b, swap ? a : c, swap ? b : d}};
+}
+
 namespace mma {
 
 constexpr int kAcc = kMatrixOut;
@@ -40,12 +52,12 @@ PA_DEVICE int col(int e) {
   return kMatrixLayout == kWmmaGfx11 ? 2 * e + group() : kAcc * group() + e;
 }
 
-// A lane's elements of one row of memory, kDepth beside each other.
+// A lane's elements of one row of memory, kDepth beside each other, from column `d` on.
 template <class T>
-PA_DEVICE MatrixOperand load_row(const T* tile, int pitch) {
+PA_DEVICE MatrixOperand load_row(const T* tile, int pitch, int d) {
   struct alignas(kDepth >= 8 ? 16 : 8) Part { u32 x[kMatrixIn < 4 ? kMatrixIn : 4]; };
   constexpr int kWords = sizeof(Part) / 4;
-  const T* from = tile + row(0) * pitch + (kMatrixLayout == kWmmaGfx11 ? 0 : kDepth * group());
+  const T* from = tile + row(0) * pitch + d;
   MatrixOperand f;
 #pragma unroll
   for (int i = 0; i < kMatrixIn; i += kWords) {
@@ -55,13 +67,15 @@ PA_DEVICE MatrixOperand load_row(const T* tile, int pitch) {
   }
   return f;
 }
+PA_DEVICE int first_column() { return kMatrixLayout == kWmmaGfx11 ? 0 : kDepth * group(); }
 template <class T>
-PA_DEVICE void load_a(FragA& a, const T* tile, int pitch) { a = load_row(tile, pitch); }
+PA_DEVICE void load_a(FragA& a, const T* tile, int pitch) { a = load_row(tile, pitch, first_column()); }
 template <class T>
-PA_DEVICE void load_b_rows(FragB& b, const T* tile, int pitch) { b = load_row(tile, pitch); }
+PA_DEVICE void load_b_rows(FragB& b, const T* tile, int pitch) { b = load_row(tile, pitch, place_in_row(row(0), first_column())); }
 template <class T>
 PA_DEVICE void load_b_cols(FragB& b, const T* tile, int pitch) {
-  const T* from = tile + row(0) + (kMatrixLayout == kWmmaGfx11 ? 0 : kDepth * group() * pitch);
+  const int first = first_column();  // key
+  const T* from = tile + place_in_row(first, row(0)) + first * pitch;
   auto key = [](int i) { return kMatrixLayout == kWmmaGfx11 ? 2 * (i % 8) + i / 8 : i; };
 #pragma unroll
   for (int i = 0; i < kMatrixIn; ++i)
@@ -81,8 +95,10 @@ PA_DEVICE void multiply_twice(Acc& c, const FragA& a0, const FragA& a1, const Fr
   }
 }
 
-// Turned memory holds B's columns as rows, k in to_a's order: load_b_rows reads it for what to_a made. The pad leaves no bank
+// Turned memory holds B's columns as rows, k in to_a's order: load_b_turned reads it for what to_a made. The pad leaves no bank
 // conflict to these reads: 8 bytes a lane by MFMA, 16 by WMMA.
+template <class T>
+PA_DEVICE void load_b_turned(FragB& b, const T* tile, int pitch) { b = load_row(tile, pitch, first_column()); }
 constexpr int kTurnedPad = kMatrixLayout == kMfma ? 4 : 8;
 // Where a key stands in a row of it.
 PA_DEVICE constexpr int turned_place(int key) {

@@ -195,14 +195,27 @@ def test_lane_moves_are_what_their_names_say(arch, moves):
     assert ("permlanex16" in text) == (arch != "gfx942")
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-def test_rows_of_keys_and_queries_meet_no_bank_conflict(dim):
-    """By arithmetic: 32 banks of 4 bytes; a wave reads rows lane % 16 at columns that depend on lane / 16 (mma.h)."""
-    pitch = 2 * (dim + 8)
-    for lanes, part in ((64, 8), (32, 16)):  # MFMA reads 8 bytes a lane, WMMA of gfx12 16
-        words = [(lane % 16 * pitch + lane // 16 * part) // 4 + i for lane in range(lanes) for i in range(part // 4)]
-        load = [sum(w % 32 == bank for w in words) for bank in range(32)]
-        assert max(load) == min(load) == len(words) // 32
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("wave", [64, 32])
+def test_rows_of_keys_meet_no_bank_conflict(wave, dim):
+    """By arithmetic: 32 banks of 4 bytes. A lane reads a row: MFMA 8 bytes, 16 lanes at a time, WMMA 16 bytes, 8 lanes at a time (mma.h)."""
+    pitch, words, lanes = dim + 8, *((2, 16) if wave == 64 else (4, 8))
+    for first in range(0, wave, lanes):
+        banks = []
+        for lane in range(first, first + lanes):
+            row, column = lane % 16, lane // 16 * 2 * words
+            if wave == 64:
+                column ^= row // 8 * 4
+            banks += [((row * pitch + column) // 2 + i) % 32 for i in range(words)]
+        assert len(set(banks)) == 32
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_columns_of_values_meet_no_bank_conflict(dim):
+    """MFMA: a lane reads 16 bits of key lane / 16 * 4, 32 lanes at a time; two lanes share a word."""
+    for first in (0, 32):
+        words = {((lane // 16 * 4) * (dim + 8) + (lane % 16 ^ lane // 32 * 4)) // 2 for lane in range(first, first + 32)}
+        assert len({w % 32 for w in words}) == len(words) == 16
 
 
 @pytest.mark.parametrize("wave, n", [(64, 16), (64, 32), (64, 64), (32, 16), (32, 32)])

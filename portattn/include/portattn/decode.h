@@ -68,17 +68,17 @@ struct Decode {
       : p(params), waves(memory), q_shared(reinterpret_cast<T*>(memory + kWaves * kWaveBytes)),
         small(*reinterpret_cast<Small*>(memory + kWaves * kWaveBytes + kQBytes + kEndsBytes)), wave(warp::wave_index()), lane(warp::wave_lane()) {}
 
-  // Where column d of row r lies in a stage.
-  static PA_DEVICE int place(int r, int d) {
-    constexpr int kEach = 16 / static_cast<int>(sizeof(C));
-    return r * kCachePitch + (kTurned ? d ^ (r & 7) * kEach : d);
-  }
   PA_DEVICE u8* stage(int w, int i) const { return waves + w * kWaveBytes + i * kStageBytes; }
   PA_DEVICE T* widened(int w) const { return reinterpret_cast<T*>(waves + w * kWaveBytes + (kStaged ? 0 : kStages * kStageBytes)); }
   PA_DEVICE Ends& ends() const { return reinterpret_cast<Ends*>(waves + kWaves * kWaveBytes + kQBytes)[wave]; }
   // Where a wave leaves its part of a finished tile: float32, kTileRows x kD.
   PA_DEVICE float* result(int w, int slot) const {
     return kWiden ? reinterpret_cast<float*>(widened(w)) : reinterpret_cast<float*>(stage(w, slot));
+  }
+  // Where column d of row r lies in a stage.
+  static PA_DEVICE int place(int r, int d) {
+    constexpr int kEach = 16 / static_cast<int>(sizeof(C));
+    return r * kCachePitch + (kTurned ? d ^ (r & 7) * kEach : d);
   }
 
   // ---- loading
@@ -101,6 +101,26 @@ struct Decode {
     const int count = s.len_k - first;
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
+    if constexpr (P::kPlain && warp::kWave % kPieces == 0) {
+      constexpr int kRows = max_of(1, warp::kWave / kPieces);
+      const int r = lane / kPieces, d = lane % kPieces * kEach, in_page = first & ((1 << p.page_shift) - 1);
+      const C* k_from = k_base + page * p.k_batch + (in_page + r) * p.k_token + head * p.k_head + d;
+      const C* v_from = v_base + page * p.v_batch + (in_page + r) * p.v_token + head * p.v_head + d;
+      if (count >= kKeys) {
+#pragma unroll
+        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token);
+#pragma unroll
+        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(v_to + place(r + i * kRows, d), v_from + i * kRows * p.v_token);
+        return;
+      }
+#pragma unroll 1
+      for (int i = 0; i < kKeys / kRows; ++i) {
+        const int bytes = r + i * kRows < count ? 16 : 0;
+        copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token, bytes);
+        copy_async16(v_to + place(r + i * kRows, d), v_from + i * kRows * p.v_token, bytes);
+      }
+      return;
+    }
     if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
       // Keys past the length: no byte is read of them, and their addresses do not matter.
       const KvOffset base = kv_offset(p, s, page, first, head);
@@ -443,7 +463,7 @@ struct Decode {
   PA_DEVICE void merge_slots(const Cursor<kUnit, P>& c, int rows, int count, int first, int next, int stride, int stage_slot) const {
     constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kStaged ? 4 : 8;  // kBatch loads wait together
     struct Weights { float of[kRowsAtOnce][32], keep[kRowsAtOnce], m[kRowsAtOnce], l[kRowsAtOnce]; };
-    static_assert(sizeof(Weights) <= (kStaged || kWiden ? kTileBytes : kStageBytes), "the weights pass through a stage that is not in use");
+    static_assert(sizeof(Weights) <= kTileBytes, "the weights pass through a stage that is not in use");
     Weights& weights = *reinterpret_cast<Weights*>(result(0, stage_slot));
     const float* begin = slot_memory(first);
     const float* others = slot_memory(next);

@@ -126,7 +126,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN> {
         const KvOffset at = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
         x = base[(kOfV ? at.v : at.k) + d];
       }
-      T* to = kOfV ? turned + d * kTurnedPitch + mma::turned_place(r) : keys + r * kPitch + d;
+      T* to = kOfV ? turned + d * kTurnedPitch + mma::turned_place(r) : keys + r * kPitch + place_in_row(r, d);
       if constexpr (sizeof(C) == sizeof(T)) to->bits = x.bits;
       else *to = from_float<T>(to_float(x));
     }
@@ -146,7 +146,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN> {
         Eight part;
 #pragma unroll
         for (int i = 0; i < 2 * kSize; ++i) part.x[i] = y.x[n * kSize / 4 + i];
-        *reinterpret_cast<Bytes16*>(keys + r * kPitch + d + n) = widened(part);
+        store_eight(keys + r * kPitch + d + n, r & 8, widened(part));
       }
     }
   }
@@ -212,8 +212,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN> {
 #pragma unroll
       for (int g = 0; g < kGroups; g += 2) {
         mma::FragB vb[2];
-        mma::load_b_rows(vb[0], turned + d * 16 * kTurnedPitch + g * 16, kTurnedPitch);
-        if (kGroups > 1) mma::load_b_rows(vb[1], turned + d * 16 * kTurnedPitch + g * 16 + 16, kTurnedPitch);
+        mma::load_b_turned(vb[0], turned + d * 16 * kTurnedPitch + g * 16, kTurnedPitch);
+        if (kGroups > 1) mma::load_b_turned(vb[1], turned + d * 16 * kTurnedPitch + g * 16 + 16, kTurnedPitch);
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
           if constexpr (kGroups > 1) mma::multiply_twice<T>(st.o[i][d], pa[i][g], pa[i][g + 1], vb[0], vb[1]);
