@@ -68,17 +68,17 @@ struct Decode {
       : p(params), waves(memory), q_shared(reinterpret_cast<T*>(memory + kWaves * kWaveBytes)),
         small(*reinterpret_cast<Small*>(memory + kWaves * kWaveBytes + kQBytes + kEndsBytes)), wave(warp::wave_index()), lane(warp::wave_lane()) {}
 
+  // Where column d of row r lies in a stage.
+  static PA_DEVICE int place(int r, int d) {
+    constexpr int kEach = 16 / static_cast<int>(sizeof(C));
+    return r * kCachePitch + (kTurned ? d ^ (r & 7) * kEach : d);
+  }
   PA_DEVICE u8* stage(int w, int i) const { return waves + w * kWaveBytes + i * kStageBytes; }
   PA_DEVICE T* widened(int w) const { return reinterpret_cast<T*>(waves + w * kWaveBytes + (kStaged ? 0 : kStages * kStageBytes)); }
   PA_DEVICE Ends& ends() const { return reinterpret_cast<Ends*>(waves + kWaves * kWaveBytes + kQBytes)[wave]; }
   // Where a wave leaves its part of a finished tile: float32, kTileRows x kD.
   PA_DEVICE float* result(int w, int slot) const {
     return kWiden ? reinterpret_cast<float*>(widened(w)) : reinterpret_cast<float*>(stage(w, slot));
-  }
-  // Where column d of row r lies in a stage.
-  static PA_DEVICE int place(int r, int d) {
-    constexpr int kEach = 16 / static_cast<int>(sizeof(C));
-    return r * kCachePitch + (kTurned ? d ^ (r & 7) * kEach : d);
   }
 
   // ---- loading
@@ -101,26 +101,6 @@ struct Decode {
     const int count = s.len_k - first;
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
-    if constexpr (P::kPlain && warp::kWave % kPieces == 0) {
-      constexpr int kRows = max_of(1, warp::kWave / kPieces);
-      const int r = lane / kPieces, d = lane % kPieces * kEach, in_page = first & ((1 << p.page_shift) - 1);
-      const C* k_from = k_base + page * p.k_batch + (in_page + r) * p.k_token + head * p.k_head + d;
-      const C* v_from = v_base + page * p.v_batch + (in_page + r) * p.v_token + head * p.v_head + d;
-      if (count >= kKeys) {
-#pragma unroll
-        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token);
-#pragma unroll
-        for (int i = 0; i < kKeys / kRows; ++i) copy_async16(v_to + place(r + i * kRows, d), v_from + i * kRows * p.v_token);
-        return;
-      }
-#pragma unroll 1
-      for (int i = 0; i < kKeys / kRows; ++i) {
-        const int bytes = r + i * kRows < count ? 16 : 0;
-        copy_async16(k_to + place(r + i * kRows, d), k_from + i * kRows * p.k_token, bytes);
-        copy_async16(v_to + place(r + i * kRows, d), v_from + i * kRows * p.v_token, bytes);
-      }
-      return;
-    }
     if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
       // Keys past the length: no byte is read of them, and their addresses do not matter.
       const KvOffset base = kv_offset(p, s, page, first, head);
@@ -202,19 +182,19 @@ struct Decode {
   PA_DEVICE int bytes_from(int d, bool of_v) const {
     return min_of(16, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d) * static_cast<int>(sizeof(C)));
   }
-  // A piece's way into the wave's tile of q's type.
+  // A piece's way into the wave's tile of q's type; `upper`: r is 8 or more.
   template <bool kOfV>
-  PA_DEVICE void put(int r, int d, const Bytes16& x) const {
+  PA_DEVICE void put(int r, bool upper, int d, const Bytes16& x) const {
     T* to = widened(wave) + ((kOfV ? kKeys : 0) + r) * kPitch + d;
     if constexpr (!kWiden) {
-      *reinterpret_cast<Bytes16*>(to) = x;
+      store_eight(to, upper, x);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Bytes16 y;
 #pragma unroll
         for (int w = 0; w < 2; ++w) widen4(C{}, T{}, x.x[2 * half + w], y.x[2 * w], y.x[2 * w + 1]);
-        *reinterpret_cast<Bytes16*>(to + 8 * half) = y;
+        store_eight(to + 8 * half, upper, y);
       }
     }
   }
@@ -247,11 +227,12 @@ struct Decode {
   PA_DEVICE void land(const Cursor<kUnit, P>& c, int first, const Pieces& x) const {
     if (whole(c, first)) {
       const bool padded = (kOfV ? p.head_dim_v : p.head_dim) != kD;
+      constexpr bool kTogether = (8 * kPieces) % warp::kWave == 0;  // a wave's pieces are all of rows 0 .. 7, or of 8 .. 15
 #pragma unroll
       for (int n = 0; n < kPart; ++n) {
-        const int piece = (kNth * kPart + n) * warp::kWave + lane, r = piece / kPieces, d = piece % kPieces * kEach;
+        const int begin = (kNth * kPart + n) * warp::kWave, piece = begin + lane, r = piece / kPieces, d = piece % kPieces * kEach;
         if ((kKeys * kPieces) % (kPart * warp::kWave) != 0 && r >= kKeys) continue;
-        put<kOfV>(r, d, padded ? keep_bytes(x.x[n], bytes_from(d, kOfV)) : x.x[n]);
+        put<kOfV>(r, (kTogether ? begin / kPieces : r) & 8, d, padded ? keep_bytes(x.x[n], bytes_from(d, kOfV)) : x.x[n]);
       }
       return;
     }
@@ -272,7 +253,7 @@ struct Decode {
             if (e * static_cast<int>(sizeof(C)) < bytes) y.x[e * 4 / kEach] |= static_cast<u32>(from[e].bits) << (e % (kEach / 4) * 8 * sizeof(C));
         }
       }
-      put<kOfV>(r, d, y);
+      put<kOfV>(r, r & 8, d, y);
     }
   }
 
@@ -463,7 +444,7 @@ struct Decode {
   PA_DEVICE void merge_slots(const Cursor<kUnit, P>& c, int rows, int count, int first, int next, int stride, int stage_slot) const {
     constexpr int kCols = kD / 4, kRowsAtOnce = max_of(1, kThreads / kCols), kBatch = kStaged ? 4 : 8;  // kBatch loads wait together
     struct Weights { float of[kRowsAtOnce][32], keep[kRowsAtOnce], m[kRowsAtOnce], l[kRowsAtOnce]; };
-    static_assert(sizeof(Weights) <= kTileBytes, "the weights pass through a stage that is not in use");
+    static_assert(sizeof(Weights) <= (kStaged || kWiden ? kTileBytes : kStageBytes), "the weights pass through a stage that is not in use");
     Weights& weights = *reinterpret_cast<Weights*>(result(0, stage_slot));
     const float* begin = slot_memory(first);
     const float* others = slot_memory(next);
