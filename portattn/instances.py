@@ -165,9 +165,9 @@ class Clusters(NamedTuple):
         return self.lines * self.pieces * self.size
 
 
-def clusters_of(heads_kv: int, batch: int, blocks: int, most: Callable[[int], int]) -> Clusters | None:
-    """Clusters on at most `blocks` blocks, of which the device runs `most(size)` at the same time, for `batch` sequences or more; None where
-    they would leave more than three quarters of the blocks idle.
+def clusters_of(heads_kv: int, batch: int, units: int, blocks: int, most: Callable[[int], int]) -> Clusters | None:
+    """Clusters on at most `blocks` blocks, of which the device runs `most(size)` at the same time, for `batch` sequences or more and at most
+    `units` of work in all; None where they would leave more than three quarters of the blocks idle that could have work.
 
     Pieces end where tiles do: with sixteen tiles a piece they are even within a few per cent, and take all that run at once. With fewer,
     heads are lines of one piece, whose blocks share everything evenly: for those half of the multiprocessors is enough.
@@ -183,7 +183,7 @@ def clusters_of(heads_kv: int, batch: int, blocks: int, most: Callable[[int], in
             size //= 2
         found.append((lines * size, lines, size))
     lines, size = max(found)[1:]
-    return Clusters(lines, 1, size) if 4 * lines * size >= blocks else None
+    return Clusters(lines, 1, size) if 4 * lines * size >= min(blocks, 4 * units) else None
 
 
 def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:

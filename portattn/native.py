@@ -519,7 +519,8 @@ class Attention(_Bound):
         ragged = call.q.dim() == 3  # how many sequences are of one token is the device's to know
         shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged)
         function, heads = self.device.function(shape.instance, shape.shared), self.values["heads_kv"]
-        c = clusters_of(heads, 0 if ragged else self.values["batch"], blocks, functools.partial(function.clusters, shape.threads))
+        units = self.values["batch"] * heads * max(1, -(-call.max_seqlen_k // shape.unit))
+        c = clusters_of(heads, 0 if ragged else self.values["batch"], units, blocks, functools.partial(function.clusters, shape.threads))
         if c is None:
             return None
         values = self.values | dealing(heads, c.lines * c.size, c.lines) | {"mixed_stride": c.pieces}

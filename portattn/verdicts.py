@@ -228,9 +228,9 @@ def _attention(bound: Any, device: torch.device):
     normal = lambda *shape: _random(gen, p.dtype, *shape)
     page = min(p.page_size or 1, 64)
     page = p.page_size if p.page_size not in (0, page) and page not in bound.capability.page_sizes else page
-    # Two sequences: odd lengths, the second with more keys than queries.
+    # Two sequences: odd lengths, the second with more keys than queries, and for one token with so many that kernels share and merge them.
     q_lens = (1, 1) if p.q_len == "decode" else ((19, 19) if p.q_len == "prefill" else (19, 7))
-    k_lens = (37, 70) if p.q_len != "prefill" else q_lens
+    k_lens = q_lens if p.q_len == "prefill" else (37, 300) if p.q_len == "decode" else (37, 70)
     causal, lse = "causal" in can, "lse" in can
     kw: dict[str, Any] = dict(softmax_scale=p.head_dim**-0.5, causal=causal)
     common = dict(kw, window_right=0 if causal else -1, return_lse=lse)

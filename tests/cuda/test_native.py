@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from portattn import native
+from portattn import manifest, native, verdicts
 from portattn.problem import Call, Problem
+from portattn.registry import Bound
 
 from .fakes import log, params
 
@@ -210,7 +214,7 @@ def test_a_line_is_a_cluster_as_large_as_the_device_runs_all_at_once(hopper, mon
     monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "24")
     native.Attention(hopper, plain(), problem())(plain())
     assert launches(hopper)[-1].startswith("launch grid 2 8 1 ") and launches(hopper)[-1].endswith("cluster 1 8 1")
-    monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "8")
+    monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "1")
     assert kernels(native.Attention(hopper, plain(), problem()))[0] == "decode"
 
 
@@ -222,8 +226,24 @@ H200 = {16: 7, 8: 15, 4: 30, 2: 66}  # clusters that one runs at the same time: 
     (1, 1, 132, None), (1, 300, 132, (1, 15, 8)), (8, 8, 66, (8, 1, 8)), (8, 64, 66, (1, 8, 8)), (8, 4, 3, (2, 1, 1)),
 ])
 def test_clusters_run_all_at_once_and_fill_the_device_where_tiles_are_many(heads, batch, blocks, expected):
-    found = native.clusters_of(heads, batch, blocks, H200.__getitem__)
+    found = native.clusters_of(heads, batch, 10**6, blocks, H200.__getitem__)
     assert found == expected and (found is None or heads % found.lines == 0 and found.blocks <= blocks)
+
+
+def test_few_keys_need_few_blocks():
+    assert native.clusters_of(1, 1, 10, 132, H200.__getitem__) == (1, 1, 16) and native.clusters_of(1, 1, 40, 132, H200.__getitem__) is None
+
+
+def test_the_known_answer_of_a_plain_step_is_merged_from_several_blocks(hopper):
+    capability = next(c for c in manifest.load(os.fspath(Path(__file__).parent.parent.parent / "backends" / "cuda")).capabilities if c.id == "step_sm90")
+    made = []
+    adapter = types.SimpleNamespace(attention=lambda call, bound: made.append((call, bound.problem)) or (call.q, call.q))
+    verdicts._attention(Bound(problem(head_dim=128, head_dim_v=128), "cuda", capability, adapter, {}), torch.device("cpu"))[0]()
+    (call, its_problem), = made
+    hopper.limits = LIMITS._replace(wgmma=True, clusters=True)
+    run = native.Attention(hopper, call, its_problem)
+    longest = -(-int(call.kv_lens.max()) // 128)
+    assert run.plain and longest > 1 and run.launch.values["workers"] > longest, "every unit is another block's"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
