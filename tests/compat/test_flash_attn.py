@@ -575,6 +575,27 @@ def test_lengths_are_counted_as_flash_attn_does_whoever_serves(backend, dtype, c
                                           cu_seqlens_k_new=ragged, max_seqlen_q=3, causal=True), appended)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_an_lse_has_its_heads_first_whoever_serves(backend):
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 3, 2, 16)  # causal, bottom-right: rows 0 and 1 see nothing
+    expected = reference.attention(q, k, k, causal=True)[1].transpose(1, 2)
+    cu_q, cu_k = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 3, 6], dtype=torch.int32)
+    table, lens = torch.tensor([[0], [1]]), torch.tensor([3, 3])
+    rows = (q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), cu_q, cu_k, 5, 3)
+    with portattn.use(backend):
+        two = (fa2.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)[1],
+               fa2.flash_attn_varlen_func(*rows, causal=True, return_attn_probs=True)[1].unflatten(1, (2, 5)).transpose(0, 1),
+               fa2.flash_attn_with_kvcache(q, k, k, cache_seqlens=lens, causal=True, return_softmax_lse=True)[1])
+        three = (fa3.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)[1],
+                 fa3.flash_attn_with_kvcache(q, k, k, cache_seqlens=3, causal=True, return_softmax_lse=True)[1],
+                 vllm_flash_attn.flash_attn_varlen_func(rows[0], k, k, 5, cu_q, 3, seqused_k=lens, block_table=table, causal=True,
+                                                        return_softmax_lse=True)[1].unflatten(1, (2, 5)).transpose(0, 1))
+    for lse in two:
+        close(lse, expected.masked_fill(expected == -INF, INF))
+    for lse in three:
+        close(lse, expected)
+
+
 def test_a_compiled_append_counts_lengths_before_it():
     q, k = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
     cache, lens = torch.randn(2, 8, 2, 16), torch.tensor([2, 5], dtype=torch.int32)
