@@ -267,7 +267,7 @@ class Attention:
             return self._prepare_hopper(call, shape)
         # Chunks of about one length are tiles with some splits; a batch of mostly decodes wants both kinds side by side.
         chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
-        kind = "tiles" if shape.descriptors else "mixed" if mode == "both" and not chunks else "gather"
+        kind = "tiles" if shape.descriptors else "gather" if mode != "both" else "chunks" if chunks else "mixed"
         tile, base = schedule.configs_for(self.machine.arch, kind, padded, is32)
         if self.interpreted and self.max_k >= 2048:  # its time is counted in tiles
             tile, base = tile._replace(bm=128, bn=256), base._replace(bn=256)

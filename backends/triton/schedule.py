@@ -102,14 +102,16 @@ def tables() -> tuple[dict, ...]:
 
 @functools.lru_cache(maxsize=None)
 def configs_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> tuple[Config, Config]:
-    """(tile, split) of the first table that names the architecture; kind "tiles", "gather" or "mixed", head_dim padded. A table
-    without gather or mixed means its tiles and splits. The split has bm 0: it follows from the rows."""
+    """(tile, split) of the first table that names the architecture; kind "tiles", "gather", "mixed" or "chunks", head_dim padded.
+    Chunks take gather's, else mixed's. A table without a kind means its tiles and splits. The split has bm 0: it follows from the rows.
+    """
     size = next((c for c in (64, 128, 256) if head_dim <= c), 512)
     end = "32" if is_float32 else ""
     for table in tables():
         if any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]):
             tiles, splits = table["tiles" + end][size], table["splits" + end][size]
-            found = table.get(kind + end, {}).get(size, tiles)
+            named = [table.get(k + end, {}) for k in (("gather", "mixed") if kind == "chunks" else (kind,))]
+            found = next((sizes[size] for sizes in named if size in sizes), tiles)
             split = [found[4], *found[2:4]] if len(found) == 5 else splits
             return Config(*found[:4]), Config(0, *split)
     raise AssertionError(f"tuning.yaml has no table for {arch}")

@@ -21,7 +21,7 @@ ARCHES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx9
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("kind", ["tiles", "gather", "mixed"])
+@pytest.mark.parametrize("kind", ["tiles", "gather", "mixed", "chunks"])
 def test_every_architecture_has_a_configuration_for_every_head_dim(arch, kind):
     for head_dim in (16, 64, 128, 192, 256, 512):
         for is_float32 in (False, True):
