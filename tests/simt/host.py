@@ -68,6 +68,11 @@ def run(library: ctypes.CDLL, symbol: str, packed: bytes, grid: tuple[int, int],
         raise RuntimeError(error.value.decode())
 
 
+def launch(kernel: str, options: dict, packed: bytes, grid: tuple[int, int], tensors: tuple, order: int = FORWARD) -> None:
+    """Runs a small kernel by CUDA's headers; `tensors` are those that it may touch. Other tests put another device here."""
+    run(build(kernel, **options), f"portattn_simt_{kernel}", packed, grid, order)
+
+
 def mixed(call: Call, *, parts: int, m: int = 2, n: int = 32, waves: int = 4, **how):
     """(out, lse) of the mixed kernel whose decode work is cut into `parts`; as `decode` otherwise."""
     return decode(call, grid=parts, waves=waves, tile=(m, n), **how)
@@ -140,8 +145,9 @@ def append(k, v, k_cache, v_cache, *, slots=None, call: Call | None = None, k_sc
     if call is not None:
         values |= {"lengths": at(call.kv_lens), "block_table": at(call.block_table), "cu_q": at(call.cu_seqlens_q),
                    "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin)}
-    library = build("append", t=native.TYPES[str(k.dtype)[6:]], c=native.TYPES[str(k_cache.dtype)[6:]])
-    run(library, "portattn_simt_append", native.pack(native.APPEND, values), (values["tokens"], 1), order)
+    used = (k, v, k_cache, v_cache, slots, k_scale, v_scale, *(call or ()))
+    launch("append", dict(t=native.TYPES[str(k.dtype)[6:]], c=native.TYPES[str(k_cache.dtype)[6:]]), bytes(native.pack(native.APPEND, values)),
+           (values["tokens"], 1), used, order)
 
 
 def merge(outs, lses, sinks=None):
@@ -150,5 +156,6 @@ def merge(outs, lses, sinks=None):
     values = native.merge_values(outs, lses, sinks)
     values |= {"outs": outs.data_ptr(), "lses": lses.data_ptr(), "sinks": 0 if sinks is None else sinks.data_ptr(), "out": out.data_ptr(),
                "lse": lse.data_ptr()}
-    run(build("merge", t=native.TYPES[str(outs.dtype)[6:]]), "portattn_simt_merge", native.pack(native.MERGE, values), (-(-values["rows"] // 4), 1))
+    launch("merge", dict(t=native.TYPES[str(outs.dtype)[6:]]), bytes(native.pack(native.MERGE, values)), (-(-values["rows"] // 4), 1),
+           (outs, lses, sinks, out, lse))
     return out, lse
