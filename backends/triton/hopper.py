@@ -13,6 +13,7 @@ Grid       Persistent: a program's first block of rows is its number, the next o
 Memory     Rings of STAGES tiles of K and V, of QS blocks of Q and of two records of work; a full and an empty barrier a slot.
            With QS 2, O is staged in its block's slot of Q; with QS 1 it is stored from registers.
 Numerics   As in kernels.py: p = exp2(s * c - m * c), float32 sums.
+Versions   Triton 3.6 and newer: 3.5's warp_specialize takes other arguments, 3.4 has no wgmma. With those kernels.py serves.
 """
 
 from triton.experimental import gluon
