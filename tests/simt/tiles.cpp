@@ -3,6 +3,10 @@
 
 using namespace portattn;
 
+#ifndef SIMT_GFX
+constexpr int place_in_row(int, int d) { return d; }  // csrc_hip's mma.h has its own
+#endif
+
 struct TilesParams {
   const PA_T* a;      // 16 x 16, row-major
   const PA_T* b;      // 16 x 16
@@ -20,7 +24,7 @@ extern "C" int portattn_simt_tiles(const TilesParams* p, int, int, int order, un
     PA_T* b = a + 16 * kPitch;
     for (int i = thread_x(); i < 256; i += warp::kWave) {
       a[i / 16 * kPitch + i % 16] = p->a[i];
-      b[i / 16 * kPitch + i % 16] = p->b[i];
+      b[i / 16 * kPitch + place_in_row(i / 16, i % 16)] = p->b[i];
     }
     block_sync();
     mma::FragA fa;
