@@ -1,13 +1,14 @@
 // Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer: clusters of blocks, no workspace.
 //
 // Computes   out = softmax(scale q.k) v for one query token a sequence, up to eight query heads a kv head, a paged cache.
-// Schedule   schedule.h's lines, cut at tile's ends into pieces as even as they get. A piece is a cluster's: its blocks take even parts
-//            of it, whatever the lengths are, in order.
+// Schedule   schedule.h's lines, cut where tiles end into pieces as even as they get. A piece is a cluster's: its blocks take even
+//            parts of it, whatever the lengths are, in order.
 // Merging    A tile's states lie in blocks of one cluster. Each row of it is merged by one of them, dealt out in turn: blocks send
 //            their states of the row there, through distributed shared memory, and the barrier there counts bytes. That is
 //            several times faster than any way through memory that all blocks see.
 // Loading    A wave takes 16 keys of every unit, apart from the others: its copies run kStages units ahead, over the ends of
-//            tiles; the next tile's q is fetched beside them. Rows of whole 128-byte lines land line on line, their pieces turned by the row's number (decode.h).
+//            tiles; the next tile's q is fetched beside them. Rows of whole 128-byte lines land line on line, their pieces
+//            turned by the row's number (decode.h).
 // Products   Keys are rows: S^T (16 keys x 8 heads) = K Q^T and O^T (kD x 8) += V^T P^T on m16n8k16, so that eight columns are
 //            enough and nothing is computed for heads that do not exist.
 // Numerics   float32 accumulation; probabilities rounded to q's type. A row's base is a maximum seen before, raised when a score
@@ -46,7 +47,7 @@ struct PlainDecode {
   static_assert(kRows * kRowFloats * 4 <= (kWiden ? kTileBytes : kStageBytes), "a wave's state fits where 16 keys and values stood");
 
   // A tile that several blocks share, as one that merges rows of it knows it. `kind` 0 began in an earlier block, 1 begins here.
-  struct alignas(16) Shared { int first, count, b, nth, len, start_q; };
+  struct alignas(16) Shared { int first, count, b, nth, start_q; };
   struct Mail {
     float rows[2][kMaxCluster][kRowFloats];  // of a kind: state by state, row by row
     sm90::Barrier full[2];
@@ -415,7 +416,7 @@ struct PlainDecode {
       if (count == 1) write(sums, a.b, a.nth, start_q, r);
       else send(sums, r, first, count);
     }
-    if (count > 1 && thread_x() == 0) mail.tiles[begins ? 1 : 0] = {first, count, a.b, a.nth, a.len, start_q};
+    if (count > 1 && thread_x() == 0) mail.tiles[begins ? 1 : 0] = {first, count, a.b, a.nth, start_q};
   }
   // This block's rows of the tiles that it shares.
   PA_DEVICE void merge() const {

@@ -131,6 +131,7 @@ def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines
 
 def decode(call: Call, *, wave: int = 32, gfx: int = 0, order: int = FORWARD, seed: int = 0, **how):
     """(out, lse) of the decode kernel (`how`: see prepare); checks that the counters are zero again."""
+    how.setdefault("stages", 3 if wave == 32 and not gfx else 1)  # AMD's copies come through registers
     p = prepare(call, **how)
     run(build(p.kernel, wave, gfx, **p.options), f"portattn_simt_{p.kernel}", p.packed, p.grid, order, seed)
     return p.results()

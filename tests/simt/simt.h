@@ -3,11 +3,13 @@
 //
 // What it is strict about: a barrier or collective that some lanes miss, or that lanes of one wave reach at different
 // places, ends the run with the places (file and line); shared memory starts as NaN; asynchronous copies land when
-// they are waited for, not before; lanes run in forward, reverse or random order between barriers.
+// they are waited for, or, where lanes go in reverse, as soon as they are started; lanes run in forward, reverse or random
+// order between barriers. In random order copies land at either time, waves fall asleep, and of a cluster some blocks begin late.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -87,6 +89,7 @@ struct Block {
   std::uint8_t* shared = nullptr;
   Group all;
   std::vector<Group> waves, warps, quads;  // quads: of four warps
+  std::vector<int> asleep;                 // passes for which a wave does not go on, in random order
   Named named[16];
   long polls = 0;  // of lanes that look again and again, since one of them last found something
   Order order = kForward;
@@ -191,11 +194,15 @@ Exchange<T> exchange(Group& g, int i, const T& x, Place here) {
 inline bool advance(Block& b, Order order, std::mt19937& random) {
   std::vector<int> turn(b.threads);
   for (int i = 0; i < b.threads; ++i) turn[i] = order == kReverse ? b.threads - 1 - i : i;
-  if (order == kRandom) std::shuffle(turn.begin(), turn.end(), random);
+  if (order == kRandom) {
+    std::shuffle(turn.begin(), turn.end(), random);
+    for (int& passes : b.asleep) passes = passes ? passes - 1 : random() % 64 ? 0 : static_cast<int>(random() % 100);
+  }
   block() = &b;
   bool moved = false;
   for (int i : turn) {
     Lane& l = b.lanes[i];
+    if (b.asleep[i / SIMT_WAVE] && b.error.empty()) continue;
     if (l.done || (l.waits && l.waits->generation < l.until && b.error.empty())) continue;
     moved = true;
     l.waits = nullptr;
@@ -208,18 +215,32 @@ inline bool advance(Block& b, Order order, std::mt19937& random) {
     __sanitizer_finish_switch_fiber(b.scheduler_fake, nullptr, nullptr);
 #endif
   }
+  if (!moved)
+    for (int& passes : b.asleep) {
+      moved |= passes > 0;
+      passes = 0;
+    }
   return moved;
 }
 
 // Returns the first error, or "".
 inline std::string run_cluster(Cluster& c, Order order, std::mt19937& random) {
-  std::vector<int> turn(c.blocks.size());
+  std::vector<int> turn(c.blocks.size()), begins(c.blocks.size(), 0);
+  int round = 0;
+  if (order == kRandom)
+    for (int& b : begins) b = static_cast<int>(random() % 3 ? 0 : random() % 2000);
   for (std::size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(order == kReverse ? turn.size() - 1 - i : i);
   for (;;) {
     if (order == kRandom) std::shuffle(turn.begin(), turn.end(), random);
     bool moved = false, left = false;
     std::string error;
-    for (int i : turn) moved |= advance(c.blocks[i], order, random);
+    for (int i : turn)
+      if (round >= begins[i]) moved |= advance(c.blocks[i], order, random);
+    if (!moved && std::any_of(begins.begin(), begins.end(), [&](int b) { return b > round; })) {
+      std::fill(begins.begin(), begins.end(), 0);  // the others wait for the late ones
+      continue;
+    }
+    ++round;
     for (Block& b : c.blocks) {
       for (Lane& l : b.lanes) left |= !l.done;
       if (error.empty()) error = b.error;
@@ -261,6 +282,7 @@ inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes,
     };
     group(b.all, 0, threads);
     b.waves.resize(threads / SIMT_WAVE);
+    b.asleep.assign(threads / SIMT_WAVE, 0);
     for (std::size_t w = 0; w < b.waves.size(); ++w) group(b.waves[w], static_cast<int>(w) * SIMT_WAVE, SIMT_WAVE);
     b.warps.resize(threads / 32);
     for (std::size_t w = 0; w < b.warps.size(); ++w) group(b.warps[w], static_cast<int>(w) * 32, 32);

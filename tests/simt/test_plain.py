@@ -63,6 +63,16 @@ def test_bits_do_not_depend_on_the_order_of_lanes_and_blocks(order, lens):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
+@pytest.mark.parametrize("order", [host.FORWARD, host.REVERSE])
+def test_scores_that_rise_key_by_key_raise_the_base_again_and_again(order):
+    call, args, kw = paged([900, 333], heads=(4, 2))
+    for b, n in enumerate([900, 333]):  # keys along the first query, longer and longer: scores rise by a hundred powers of two
+        direction = 10 * args[0][b, 0, ::2].float()
+        for j in range(n):
+            args[1][args[3][b, j // 16], j % 16] = (direction * (j / n)).to(args[1].dtype)
+    check(call._replace(k=args[1]), args, kw, workers=2, order=order)
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (14, 2), (16, 2), (3, 1)])
 def test_group_sizes_and_heads_of_a_line(heads):
     check(*paged([90, 420], heads=heads), workers=3)

@@ -43,7 +43,10 @@ inline void copy_async16(void* shared, const void* global, int bytes) {
     simt::fail("an asynchronous copy is not 16-byte aligned");
   simt::Copy c = {shared, {}};
   if (bytes) std::memcpy(c.bytes, global, bytes);
-  simt::lane().open.push_back(c);
+  const simt::Order order = simt::block()->order;
+  const bool early = order == simt::kReverse || (order == simt::kRandom && (reinterpret_cast<std::uintptr_t>(global) / 4096 + simt::block()->current / 32) % 2);
+  if (early) std::memcpy(shared, c.bytes, 16);
+  else simt::lane().open.push_back(c);
 }
 inline void copy_async16(void* shared, const void* global) { copy_async16(shared, global, 16); }
 inline void copy_commit() {
