@@ -289,6 +289,8 @@ def attend(
     c = cut(1 if alone else batch, last - first, once, group, heads, dim + dim_v, limit)
     step = even(last - first, c.rows) if last - first < 2 * c.rows else c.rows
     work = arith.work_dtype(q.device, q.dtype)
+    if lse is not None and holes.kind(q.device) == "cpu":
+        work = torch.float32  # an lse is as exact as scores are, and products of bf16 are rounded to it there
     tile = Tile(
         q,
         rules,
