@@ -3,6 +3,7 @@ what the launcher passes, and consist of the instructions that were meant. No AM
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import time
@@ -72,6 +73,7 @@ def test_an_object_takes_what_the_launcher_passes(arch, instance):
         assert kernel[".max_flat_workgroup_size"] == native.SMALL_THREADS
 
 
+@functools.lru_cache(maxsize=None)
 def recorded() -> dict:
     return yaml.safe_load(TABLE.read_text())
 
@@ -80,17 +82,14 @@ def recorded() -> dict:
 def test_no_instance_needs_more_than_the_table_says(arch, instance):
     """A change that costs waves is seen here. The table is written by `python -m tests.hip.record`."""
     known = recorded()[arch].get(str(instance))
-    if known is None and FULL:
-        pytest.skip("table: holds the chosen instances only")
     now = objects.resources(arch, objects.metadata(made(arch, instance)))
     assert known is not None, f"{instance} is not in {TABLE.name}"
     assert now.lds == known["lds"]
     assert now.waves >= known["waves"], f"{now.vgpr} registers leave {now.waves} waves a SIMD, {known['vgpr']} left {known['waves']}"
 
 
-def test_the_table_names_only_instances_that_exist():
-    for arch, rows in recorded().items():
-        assert set(rows) <= {str(i) for i in chosen(arch)}, arch
+def test_the_table_has_every_instance_and_no_other():
+    assert {arch: set(rows) for arch, rows in recorded().items()} == {arch: {str(i) for i in instances.every_instance(limits_of(arch))} for arch in GFX}
 
 
 # ------------------------------------------------------------------ the instructions
@@ -226,14 +225,16 @@ def test_rows_of_turned_values_meet_no_bank_conflict(wave, n):
     assert len(set(banks)) == 32
 
 
-@pytest.mark.skipif(bool(objects.missing("gfx942")), reason=objects.missing("gfx942") or "tools are there")
-def test_an_instance_compiles_in_seconds(tmp_path):
-    instance = instances.decode_shape("bfloat16", "bfloat16", 128, limits_of("gfx942")).instance
-    options = [f"-D{n}={v}" for n, v in instance.options]
+@pytest.mark.parametrize("choose, cache, dim", [(instances.decode_shape, "bfloat16", 128), (instances.mixed_shape, "float8_e5m2fnuz", 256)], ids=["decode", "mixed"])
+def test_an_instance_compiles_in_seconds(tmp_path, choose, cache, dim):
+    """The common one and one of the longest: 0.8 and 2.1 processor seconds on an idle core of this project's CI machine."""
+    if reason := objects.missing("gfx942"):
+        pytest.skip(reason)
+    instance = choose("bfloat16", cache, dim, limits_of("gfx942")).instance
     best = 99.0
     for i in range(2):
         start = time.process_time() + os.times().children_user
-        objects.build.compile("gfx942", "decode.hip", str(tmp_path / f"{i}.hsaco"), options)
+        objects.build.compile("gfx942", f"{instance.kernel}.hip", str(tmp_path / f"{i}.hsaco"), [f"-D{n}={v}" for n, v in instance.options])
         best = min(best, time.process_time() + os.times().children_user - start)
-    assert best < 6, "processor seconds; 2 on an idle desktop core"
+    assert best < 6, "processor seconds: twice what it takes, for a core that others use too"
     assert (tmp_path / "0.hsaco").read_bytes() == (tmp_path / "1.hsaco").read_bytes(), "the build is reproducible"
