@@ -122,8 +122,8 @@ def plain_kvcache(call: str, q: Tensor, k_cache: Tensor, k: Tensor | None, cache
         block_table = _rows.get(batch) if q.is_cpu else None
         if block_table is None or batch > k_cache.shape[0] or _is_compiling():
             block_table = _own_rows(call, batch, k_cache)
-    if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = _from_host(call, cache_seqlens, 0 if k is None else k.shape[1], k_cache, block_table)
+    if type(cache_seqlens) is not Tensor and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = _from_host(call, cache_seqlens, 0 if k is None else q.shape[1], k_cache, block_table)
     return block_table, cache_seqlens, AFTER if k is None else BEFORE
 
 
@@ -144,7 +144,8 @@ def _from_host(call: str, length: int | None, new: int, k_cache: Tensor, table: 
     if length > room:
         raise ArgumentError(f"{call}: cache_seqlens: wanted at most {room}, as the block_table has {pages} pages of {k_cache.shape[1]} "
                             f"tokens a sequence and {new} are appended, got {length}")
-    return equal_lengths(length, batch, table)
+    lens = _equal.get((length, batch)) if table.is_cpu else None
+    return equal_lengths(length, batch, table) if lens is None or _is_compiling() else lens
 
 
 def kvcache(call: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,

@@ -115,7 +115,12 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
             rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale, bool(attention_chunk))
     else:
         page_table, lens, counting = plain
-        if rotary_cos is None and rotary_sin is None:  # each name that is passed costs up to 0.2 us
+        if rotary_cos is not None and k_descale is None and v_descale is None:  # each name that is passed costs up to 0.2 us
+            got = attention_paged(q, k_cache, v_cache, page_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                                  rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                                  softcap=softcap, num_splits=num_splits, return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
+            return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
+        if rotary_cos is None and rotary_sin is None:
             got = attention_paged(q, k_cache, v_cache, page_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
                                   window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
                                   return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
