@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from . import config
 from .driver import Driver, Function, LaunchConfig
 from .instances import (
     DECODE_ROWS,
@@ -30,11 +29,11 @@ from .instances import (
     Instance,
     Limits,
     Shape,
+    clusters_of,
     decode_shape,
     decode_shared,
     head_dim_of,
     mixed_shape,
-    clusters_of,
     plain_shape,
     prefill_shared,
     prefill_sm90_shape,
