@@ -159,7 +159,8 @@ def recent():
     assert api._recent
 
 
-@pytest.mark.parametrize("call, changed, name, kind", [f for f in FAULTS if f[0] is paged], ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize("call, changed, name, kind", [f for f in FAULTS if f[0] is paged],
+                         ids=[f"{f[2]}-{i}" for i, f in enumerate(f for f in FAULTS if f[0] is paged)])
 def test_a_call_like_the_last_ones_does_not_hide_a_fault(recent, call, changed, name, kind):
     test_a_fault_names_the_argument(call, changed, name, kind)
 
