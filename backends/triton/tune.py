@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -141,51 +141,45 @@ def fits(size: int, option: tuple, shared: int) -> bool:
     return slots * groups * 64 * size * 2 + 2 * stages * bn * size * 2 < shared and size // 2 + bn // 2 + bn // 4 <= registers
 
 
-def _time_hopper(device: torch.device, size: int, option: tuple, keys: int) -> float | None:
-    """Microseconds of a causal call of 16,384 tokens with these blocks, or None where they do not fit or compile."""
+def _measured(about: str, asked: str, answer: Any, call: Callable[[], Call], hopper: bool, taken: Callable[[Any], bool] = lambda run: True) -> float | None:
+    """Microseconds of a call for which schedule's function `asked` gives `answer`, or None where that does not fit or compile, or is not `taken`."""
     from triton.testing import do_bench
 
     from . import calls, schedule
 
-    known = schedule.hoppers
-    schedule.hoppers = lambda *_: (schedule.Hopper(*option),)  # what a call asks for
+    known = getattr(schedule, asked)
+    setattr(schedule, asked, lambda *_: answer)  # what a call asks for
     try:
-        call = _call(device, "hopper", size, keys)
-        run = calls.Attention(call, hopper=True)
-        run(call)
-        return do_bench(lambda: run(call), warmup=10, rep=40, return_mode="median") * 1e3
+        made = call()
+        run = calls.Attention(made, hopper=hopper)
+        run(made)
+        return do_bench(lambda: run(made), warmup=10, rep=40, return_mode="median") * 1e3 if taken(run) else None
     except Exception as exc:  # out of registers or of shared memory, or refused by the compiler: not a candidate
-        print(f"  hopper {size} {option}: {type(exc).__name__}")
+        print(f"  {about}: {type(exc).__name__}")
         return None
     finally:
-        schedule.hoppers = known
+        setattr(schedule, asked, known)
+
+
+def _time_hopper(device: torch.device, size: int, option: tuple, keys: int) -> float | None:
+    """Microseconds of a causal call of 16,384 tokens with these blocks, or None where they do not fit or compile."""
+    from . import schedule
+
+    return _measured(f"hopper {size} {option}", "hoppers", (schedule.Hopper(*option),), lambda: _call(device, "hopper", size, keys), True)
 
 
 def _time(device: torch.device, kind: str, size: int, option: tuple, record: dict[str, Any]) -> float | None:
     """Microseconds a call with this configuration, or None where it does not fit or compile."""
-    from triton.testing import do_bench
-
-    from . import calls, schedule
+    from . import schedule
 
     tile = schedule.Config(*(option[:4] if kind != "splits" else record["gather"][size]))
     if kind == "splits":
         split = schedule.Config(0, *option)
     else:
         split = schedule.Config(0, option[4], *option[2:4]) if kind == "mixed" else schedule.Config(0, *record["splits"][size])
-    known = schedule.configs_for
-    schedule.configs_for = lambda *_: (tile, split)  # what a call asks for
-    try:
-        call = _call(device, kind, size)
-        run = calls.Attention(call, hopper=False)
-        run(call)
-        if run.described[1 if kind != "splits" else 2].bn != (tile if kind != "splits" else split).bn:
-            return None  # shared memory made it another one
-        return do_bench(lambda: run(call), warmup=10, rep=40, return_mode="median") * 1e3
-    except Exception as exc:  # out of registers or of shared memory, or refused by the compiler: not a candidate
-        print(f"  {kind} {size} {option}: {type(exc).__name__}")
-        return None
-    finally:
-        schedule.configs_for = known
+    nth, wanted = (2, split) if kind == "splits" else (1, tile)
+    return _measured(f"{kind} {size} {option}", "configs_for", (tile, split), lambda: _call(device, kind, size), False,
+                     lambda run: run.described[nth].bn == wanted.bn)  # shared memory can make it another one
 
 
 def _call(device: torch.device, kind: str, d: int, keys: int = 2048) -> Call:
