@@ -74,19 +74,12 @@ struct AttentionParams {
 };
 
 // What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
-// changes scores. What is known of such calls hides the fields of the same names, so that the same source compiles to
-// little over half of the code; native.py, is_plain, decides.
+// changes scores. What plain.h's helpers know of such calls hides the fields of the same names; native.py, is_plain, decides.
 template <int kD>
 struct PlainParams : AttentionParams {
   static constexpr bool kPlain = true;
-  static constexpr const void* cu_k = nullptr;
-  static constexpr const float* alibi = nullptr;
   static constexpr const void* sinks = nullptr;
-  static constexpr const float* k_scale = nullptr;
-  static constexpr const float* v_scale = nullptr;
-  static constexpr const void* rotary_cos = nullptr;
-  static constexpr i32 head_dim = kD, head_dim_v = kD, len_q = 1, window_left = -1, window_right = -1;
-  static constexpr float softcap = 0.0f;
+  static constexpr i32 head_dim_v = kD;
   static constexpr u32 flags = kAligned | kOutAligned | kUniformPages | kPaged;
   PA_DEVICE int pieces() const { return mixed_stride; }  // of a line, each a cluster's
 };
