@@ -343,17 +343,17 @@ class Launcher:
             config = None if self.plainly else self.function.config(self.grid, self.threads, self.cluster, self.overlapping)
             item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}), config)
         self.pointers(item.buffer, 0, *addresses)
+        code = self._start(stream, item)
+        if code:
+            self.function.failed(code, functools.partial(self._start, stream, item), self.grid, self.threads, self.about)
+        pool.append(item)
+
+    def _start(self, stream: int, item: Record) -> int:
         config = item.config
         if config is None:
-            code = self.raw(stream, item.pointer, None)
-        else:
-            config.stream = stream
-            code = self.extended(ctypes.byref(config), self.handle, item.pointer, None)
-        if code:
-            again = functools.partial(self.raw, stream, item.pointer, None) if config is None else functools.partial(
-                self.extended, ctypes.byref(config), self.handle, item.pointer, None)
-            self.function.failed(code, again, self.grid, self.threads, self.about)
-        pool.append(item)
+            return self.raw(stream, item.pointer, None)
+        config.stream = stream
+        return self.extended(ctypes.byref(config), self.handle, item.pointer, None)
 
 
 def _address(x: Tensor | None) -> int:
@@ -496,7 +496,8 @@ class Attention(_Bound):
         if self.empty:
             return
         self.room: Room | None = None  # plain.h needs none
-        if plain and kernel_of(call, problem, device.limits).instance.kernel == "plain":
+        plain = plain and device.limits.clusters and is_plain(call, self.values, dim)
+        if plain and call.q.dim() == 4:
             self.launch = self._plain_launcher(call, dim, device.limits.sms)
             self.plain = self.launch is not None  # general: for pointers that turn out not to be aligned
         if not self.plain:
@@ -526,6 +527,7 @@ class Attention(_Bound):
         return self._launcher(shape, values, (c.lines * c.pieces, c.size), c.size)
 
     def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
+        """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token."""
         problem, limits = self.problem, self.device.limits
         shape = attention_shape(call, problem, dim, limits)
         values = self.values | sharing(call, shape, limits)
@@ -536,7 +538,7 @@ class Attention(_Bound):
             return
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.
-        if plain and limits.clusters and is_plain(call, self.values, dim):
+        if plain:
             self.before = self._plain_launcher(call, dim, limits.sms // 2)
         if self.before is not None:
             self.plain = True
