@@ -39,11 +39,11 @@ def cpu_has_bf16() -> bool:
     return _said(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
 
 
-def work_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that operands of a product are given in."""
+def work_dtype(device: torch.device, dtype: torch.dtype, lse: bool = False) -> torch.dtype:
+    """The dtype that operands of a product are given in; of scores with an `lse` wanted, which is as exact as they are."""
     kind = holes.kind(device)
-    if kind == "cpu":
-        return dtype if dtype == torch.bfloat16 and cpu_has_bf16() else torch.float32
+    if kind == "cpu":  # where products of bf16 are rounded to it
+        return dtype if dtype == torch.bfloat16 and cpu_has_bf16() and not lse else torch.float32
     return dtype if kind in ("cuda", "hip") and holes.release() >= (2, 8) else torch.float32
 
 

@@ -288,9 +288,7 @@ def attend(
         once = min(once, left + right + min(limit.rows, last - first))
     c = cut(1 if alone else batch, last - first, once, group, heads, dim + dim_v, limit)
     step = even(last - first, c.rows) if last - first < 2 * c.rows else c.rows
-    work = arith.work_dtype(q.device, q.dtype)
-    if lse is not None and holes.kind(q.device) == "cpu":
-        work = torch.float32  # an lse is as exact as scores are, and products of bf16 are rounded to it there
+    work = arith.work_dtype(q.device, q.dtype, lse is not None)
     tile = Tile(
         q,
         rules,
