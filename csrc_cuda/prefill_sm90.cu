@@ -5,7 +5,7 @@ using namespace portattn;
 using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
-portattn_prefill_sm90(const __grid_constant__ AttentionParams p) {
-  Kernel(p, sm90::shared_tiles()).run(block_x(), grid_x());
+portattn_prefill_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ KvMaps maps) {
+  Kernel(p, maps, sm90::shared_tiles()).run(block_x(), grid_x());
   await_launch_before();  // what comes next in the stream waits for this launch alone
 }

@@ -14,8 +14,10 @@
 //            do not depend on what else is in the call.
 // Cost       4 x rows x keys x kD flops.
 // Vendor     sm_90a.
-// Source     FlashAttention-3's overlap; asynchronous 16-byte copies instead of tensor maps, so that any strides, any
-//            page size and any tail take the same path; the queue is prefill.h's.
+// Copies     Blocks whose keys are all the sequence's come in boxes by the copy engine (TMA), as many rows at a time as lie in
+//            one page. A sequence's last block, of which no byte past the length may count, and keys that no tensor map
+//            describes come in asynchronous copies of 16 bytes, or elements.
+// Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 
 #include <sm90.h>  // in angle brackets: tests/simt compiles this file with its own in front
@@ -25,6 +27,13 @@
 #include "portattn/schedule.h"
 
 namespace portattn {
+
+// The kernel's second argument: k and v for the copy engine, by (column, row, head, page or batch), in boxes of a panel's columns and
+// as many rows of a block of keys as lie in one page.
+struct KvMaps {
+  sm90::TensorMap k, v;
+  i32 rows, boxes;  // of a box; of a block
+};
 
 template <class T, int kD, int kConsumers, int kN>
 struct PrefillSm90 {
@@ -67,13 +76,14 @@ struct PrefillSm90 {
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
+  const KvMaps& maps;
   u8* q_tile;
   u8* k_tile;
   u8* v_tile;
   Control& control;
 
-  PA_DEVICE PrefillSm90(const AttentionParams& params, u8* memory)
-      : p(params), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kStages * kStageBytes),
+  PA_DEVICE PrefillSm90(const AttentionParams& params, const KvMaps& kv_maps, u8* memory)
+      : p(params), maps(kv_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kStages * kStageBytes),
         control(*reinterpret_cast<Control*>(memory + kWork)) {}
 
   PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
@@ -147,41 +157,59 @@ struct PrefillSm90 {
     }
   }
 
-  // Where the sixteen keys of group lane() of a block begin.
-  PA_DEVICE KvOffset look_up(const Tile& t, int block) const {
-    const int key = block * kN + warp::lane() * 16;
-    if (warp::lane() >= kGroups || key >= t.s.len_k || !(p.flags & kUniformPages)) return {0, 0};
-    return kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
+  // Whether a block comes in boxes: no key of it lies past the length, or nothing but the tensor's end does.
+  PA_DEVICE bool boxed(const Tile& t, int block) const {
+    if (!(p.flags & kMapped)) return false;
+    return (block + 1) * kN <= t.s.len_k || (!p.cu_k && !(p.flags & kPaged) && t.s.len_k == p.len_k);
+  }
+
+  // Where keys begin that lie together.
+  struct Where {
+    KvOffset offset;
+    int page, row;
+  };
+  // Of a block that comes in boxes, box lane(); else the sixteen keys of group lane().
+  PA_DEVICE Where look_up(const Tile& t, int block) const {
+    const int nth = warp::lane() * (boxed(t, block) ? maps.rows : 16), key = block * kN + nth;
+    if (nth >= kN || key >= t.s.len_k || !(p.flags & kUniformPages)) return {{0, 0}, 0, 0};
+    const i64 page = page_of(p, t.b, key);
+    return {kv_offset(p, t.s, page, key, t.head_kv), static_cast<int>(page), static_cast<int>(row_of_key(p, t.s, key))};
   }
 
   // One block of keys or values to the next stage; zeros past the length and past head_dim.
-  PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, i64 lane_offset, bool of_v) const {
-    const int used = of_v ? c.values : c.keys, stage = used % kStages, dim = of_v ? p.head_dim_v : p.head_dim;
-    acquire((of_v ? kEmptyV : kEmptyK) + stage, used / kStages);
+  PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, const Where& where, bool of_v) const {
+    const int used = of_v ? c.values++ : c.keys++, stage = used % kStages, full = (of_v ? kFullV : kFullK) + stage;
+    const int empty = (of_v ? kEmptyV : kEmptyK) + stage;
     u8* to = (of_v ? v_tile : k_tile) + stage * kStageBytes;
+    if (!boxed(t, block)) {
+      acquire(empty, used / kStages);
+      copy_pieces(t, block, of_v ? where.offset.v : where.offset.k, of_v, to);
+      hand_over(full, !(p.flags & kAligned));
+    } else if (thread_x() < 32) {
+      // The other warps do not even wait: two phases late, they would wait for the one after. They meet this one at the next tile, of
+      // which only the first block can need them.
+      acquire(empty, used / kStages);
+      if (thread_x() == 0) {
+        sm90::expect(barrier(full), kStageBytes);
+        sm90::arrive(barrier(full), sm90::kGroup - 1);
+      }
+      if (thread_x() < maps.boxes) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+          sm90::copy_box(to + panel * kPanelBytes + thread_x() * maps.rows * 128, of_v ? maps.v : maps.k, panel * sm90::kPanel, where.row,
+                         t.head_kv, where.page, barrier(full));
+      }
+    }
+  }
+
+  PA_DEVICE void copy_pieces(const Tile& t, int block, i64 lane_offset, bool of_v, u8* to) const {
+    const int dim = of_v ? p.head_dim_v : p.head_dim;
     const T* from = static_cast<const T*>(of_v ? p.v : p.k);
     const int left = t.s.len_k - block * kN;  // of keys past the length no byte is read
     constexpr int kEach = ceil_div(16 * kPieces, sm90::kGroup);
     const i64 token_stride = of_v ? p.v_token : p.k_token;
     const bool together = (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned);
-    if (together && left >= kN && dim == kD) {
-      const u8* source[kEach];
-      u8* target[kEach];
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
-        source[j] = reinterpret_cast<const u8*>(from + r * token_stride + c * 8);
-        target[j] = to + c / 8 * kPanelBytes + sm90::place(r, c & 7);
-      }
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const i64 at = warp::shfl_idx<32>(lane_offset * 2, g);
-#pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          if (16 * kPieces % sm90::kGroup == 0 || j * sm90::kGroup + thread_x() < 16 * kPieces)
-            copy_async16(target[j] + g * 16 * 128, source[j] + at);
-      }
-    } else if (together) {
+    if (together) {
 #pragma unroll 1
       for (int g = 0; g < kGroups; ++g) {
         const T* begin = from + warp::shfl_idx<32>(lane_offset, g);
@@ -208,9 +236,6 @@ struct PrefillSm90 {
         else copy_elements16(place, from + at, n);
       }
     }
-    hand_over((of_v ? kFullV : kFullK) + stage, !(p.flags & kAligned));
-    if (of_v) ++c.values;
-    else ++c.keys;
   }
 
   PA_DEVICE void copy_q(const Copier& c, const Tile& t) const {
@@ -261,13 +286,15 @@ struct PrefillSm90 {
       int upcoming = 0;
       if (thread_x() == 0) upcoming = atomic_add(p.counters, 1);
       const int n = t.last - t.first, last = t.last - 1;
-      KvOffset now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
+      Where now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
       // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
 #pragma unroll 1
       for (int i = 0; i < 2 * n; ++i) {
         const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
         const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
-        copy_block(c, t, last - nth, of_v ? now.v : i == 0 ? now.k : next.k, of_v);
+        const bool upcoming_keys = !of_v && i > 0;
+        copy_block(c, t, last - nth, {{upcoming_keys ? next.offset.k : now.offset.k, now.offset.v}, upcoming_keys ? next.page : now.page,
+                                      upcoming_keys ? next.row : now.row}, of_v);
         if (i == 0) copy_q(c, t);
         if (!of_v || i == 0) continue;
         now = next;
@@ -381,9 +408,9 @@ struct PrefillSm90 {
   }
 
   // Waits for what was copied to a place for the time `nth`.
-  PA_DEVICE void await(int full, int nth) const {
+  PA_DEVICE void await(int full, int nth, bool in_boxes) const {
     sm90::wait(barrier(full), nth & 1);
-    sm90::products_see_copies();
+    if (!in_boxes) sm90::products_see_copies();
   }
   PA_DEVICE void release(int empty) const {
     if (warp::lane() == 0) sm90::arrive(barrier(empty));
@@ -464,7 +491,7 @@ struct PrefillSm90 {
 #pragma unroll 1
     for (int tiles = 0;; ++tiles) {
       const int stage = tiles % kQStages;
-      await(kFullQ + stage, tiles / kQStages);
+      await(kFullQ + stage, tiles / kQStages, false);
       const Tile& t = control.tiles[tiles & 3];
       if (t.b < 0) return;
       State st;
@@ -487,7 +514,7 @@ struct PrefillSm90 {
       if (t.first < t.last) {
         float s[kN / 2], shrink[2];
         int n = t.last - 1;
-        await(kFullK + blocks % kStages, blocks / kStages);
+        await(kFullK + blocks % kStages, blocks / kStages, boxed(t, n));
         sm90::pin(s);
         sm90::products_begin();
         scores(q + stage * (kQBytes / 16), k + blocks % kStages * (kStageBytes / 16), s);
@@ -499,13 +526,13 @@ struct PrefillSm90 {
         pack(st, s);
 #pragma unroll 1
         for (; n > t.first; --n) {
-          await(kFullK + blocks % kStages, blocks / kStages);
+          await(kFullK + blocks % kStages, blocks / kStages, boxed(t, n - 1));
           if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
           sm90::pin(s);
           sm90::pin(st.o);
           sm90::products_begin();
           scores(q + stage * (kQBytes / 16), k + blocks % kStages * (kStageBytes / 16), s);
-          await(kFullV + values_done % kStages, values_done / kStages);
+          await(kFullV + values_done % kStages, values_done / kStages, boxed(t, n));
           values(st, v + values_done % kStages * (kStageBytes / 16));
           if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
           sm90::products_wait<1>();
@@ -522,7 +549,7 @@ struct PrefillSm90 {
           pack(st, s);
         }
         release(kEmptyQ + stage);
-        await(kFullV + values_done % kStages, values_done / kStages);
+        await(kFullV + values_done % kStages, values_done / kStages, boxed(t, n));
         sm90::pin(st.o);
         sm90::products_begin();
         values(st, v + values_done % kStages * (kStageBytes / 16));
@@ -546,6 +573,10 @@ struct PrefillSm90 {
         sm90::init(barrier(i), full ? sm90::kGroup : 4 * kConsumers);
       }
       sm90::init_done();
+      if (p.flags & kMapped) {
+        sm90::prefetch(maps.k);
+        sm90::prefetch(maps.v);
+      }
     }
     block_sync();
     if (thread_x() < sm90::kGroup) {

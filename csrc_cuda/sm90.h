@@ -1,5 +1,5 @@
 // What prefill_sm90.h and plain.h need of Hopper besides warp.h: barriers that count arrivals and bytes (mbarrier) or threads (bar) and
-// clusters, which newer architectures have too; and for sm_90a alone matrix products of a warpgroup on shared memory (wgmma), the fence
+// clusters and boxes by the copy engine (TMA), which newer architectures have too; and for sm_90a alone matrix products of a warpgroup on shared memory (wgmma), the fence
 // between ordinary stores and the matrix units, and register budgets (setmaxnreg). tests/simt has the same names for a CPU.
 //
 // Tiles     A tile of r rows of 16-bit elements lies in panels of 64 columns; a panel is r rows of 128 bytes, 1024-byte
@@ -39,6 +39,9 @@ PA_DEVICE void init(Barrier& b, int arrivals) {
 }
 PA_DEVICE void init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // before the block's barrier
 PA_DEVICE void arrive(Barrier& b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory"); }
+PA_DEVICE void arrive(Barrier& b, int times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)), "r"(times) : "memory");
+}
 // Whether the phase of this parity is over.
 PA_DEVICE bool reached(Barrier& b, u32 parity) {
   u32 yes;
@@ -92,7 +95,16 @@ PA_DEVICE void pass(int id) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(k
 PA_DEVICE void arrive_when_copied(Barrier& b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&b)) : "memory");
 }
-// After the barrier: stores and copies to shared memory that it tells of are before the products to come.
+// The copy engine: boxes of a tensor of four axes, the innermost first, each as rows of one panel; what lies outside of the tensor is zeros.
+struct alignas(64) TensorMap { u64 encoded[16]; };  // cuda.h's CUtensorMap
+PA_DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+// Begins to copy the box at (column, row, head, page) of a tensor; its bytes count at the barrier.
+PA_DEVICE void copy_box(void* shared, const TensorMap& map, int column, int row, int head, int page, Barrier& b) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5}], [%6];"
+               ::"r"(shared_address(shared)), "l"(&map), "r"(column), "r"(row), "r"(head), "r"(page), "r"(shared_address(&b)) : "memory");
+}
+
+// After the barrier: stores and copies (copy_async16) to shared memory that it tells of are before the products to come.
 PA_DEVICE void products_see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Registers a thread of this warpgroup may have from here on.

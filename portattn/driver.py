@@ -37,6 +37,7 @@ class Vendor(NamedTuple):
     launch: str
     launch_ex: str | None   # with attributes
     clusters: str | None    # how many clusters run at once
+    tensor_map: str | None  # describes a tensor for the copy engine
     capture_info: str
     capture_mode: str
     error_name: str
@@ -51,7 +52,7 @@ CUDA = Vendor(
     "cuda", ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1",),
     "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
     "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel", "cuLaunchKernelEx", "cuOccupancyMaxActiveClusters",
-    "cuStreamGetCaptureInfo",
+    "cuTensorMapEncodeTiled", "cuStreamGetCaptureInfo",
     "cuThreadExchangeStreamCaptureMode", "cuGetErrorName", "cuGetErrorString", False, 8,
     (201, 400),  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
     {3: "after a fork the parent's use of the GPU cannot go on: start processes with spawn",
@@ -64,7 +65,7 @@ HIP = Vendor(
     "hip", ("amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll") if sys.platform == "win32"
     else ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"),
     "hipInit", "hipDriverGetVersion", "hipDeviceGet", "hipDevicePrimaryCtxRetain", "hipCtxPushCurrent", "hipCtxPopCurrent",
-    "hipModuleLoadData", "hipModuleUnload", "hipModuleGetFunction", "hipFuncSetAttribute", "hipModuleLaunchKernel", None, None,
+    "hipModuleLoadData", "hipModuleUnload", "hipModuleGetFunction", "hipFuncSetAttribute", "hipModuleLaunchKernel", None, None, None,
     "hipStreamGetCaptureInfo", "hipThreadExchangeStreamCaptureMode", "hipGetErrorName", "hipGetErrorString", True, 8, (201, 400), {},
 )
 VENDORS = {"cuda": CUDA, "hip": HIP}
@@ -112,6 +113,7 @@ class Driver:
         self.launch_ex = None  # where the driver has it: CUDA 11.8 on
         if vendor.launch_ex and hasattr(self.lib, vendor.launch_ex):
             self.launch_ex = self._symbol(vendor.launch_ex, v, v, v, v)
+        self.encode_map = getattr(self.lib, vendor.tensor_map, None) if vendor.tensor_map else None  # CUDA 12 on
         self.call(vendor.init, ctypes.c_uint(0))
 
     def _open(self, names: tuple[str, ...]) -> ctypes.CDLL:

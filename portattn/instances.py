@@ -95,6 +95,7 @@ class Shape(NamedTuple):
     unit: int  # keys that its waves take together
     blocks: int  # on a multiprocessor
     rows: int = 0  # of a prefill tile
+    keys: int = 0  # that it takes at a time, where tensor maps bring them
 
 
 def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
@@ -247,7 +248,7 @@ def prefill_sm90_shape(dtype: str, dim: int) -> Shape:
     """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile."""
     consumers, n = SM90_TILES[dim]
     options = (("PA_T", TYPES[dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
-    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), prefill_sm90_shared(dim, consumers, n), 0, 1, 64 * consumers)
+    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), prefill_sm90_shared(dim, consumers, n), 0, 1, 64 * consumers, n)
 
 
 def target(arch: str, instance: Instance) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 
 from .driver import Driver, Function, LaunchConfig
+from .errors import KernelError
 from .instances import (
     DECODE_ROWS,
     HEAD_DIMS,
@@ -40,6 +42,7 @@ from .instances import (
     small_instance,
 )
 from .problem import Call, Problem
+from .tensor_map import ALIGNMENT, BYTES, SWIZZLE_128, TensorMap
 
 # ------------------------------------------------------------------ structs
 # (name, struct code) in the order of params.h: Q pointer, q int64, i int32, f float, I uint32.
@@ -58,8 +61,8 @@ APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table 
 MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "q") for n in "outs_state lses_state rows".split()) + (
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
-OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED, TILED = (
-    1 << i for i in range(14))
+OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED, TILED, MAPPED = (
+    1 << i for i in range(15))
 
 
 def pack(fields: tuple[tuple[str, str], ...], values: dict[str, Any]) -> bytearray:
@@ -296,6 +299,45 @@ class Workspaces:
         return found[2], found[3]
 
 
+# ------------------------------------------------------------------ tensor maps
+def _mapped(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    """(dtype, shape, strides) of (pages or B, page_size or S, H, D), or (T, H, D), with heads before rows."""
+    x = (x if x.dim() == 4 else x[None]).transpose(1, 2)
+    return x.dtype, tuple(x.shape), (*(16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride())), 1)  # of one there is no stride to tell
+
+
+class KvMaps:
+    """The second argument of prefill_sm90.h: k and v for the copy engine, as boxes of 64 columns.
+
+    Args:
+        encode: the driver's cuTensorMapEncodeTiled; None: nothing is mapped.
+        tensors: what _mapped says of k and v. keys: that the kernel takes at a time. rows: of a box.
+    """
+
+    def __init__(self, encode: Any, tensors: Sequence[tuple], keys: int, rows: int):
+        self._room = ctypes.create_string_buffer(2 * BYTES + 2 * ALIGNMENT)
+        self.address = -(-ctypes.addressof(self._room) // ALIGNMENT) * ALIGNMENT
+        struct.pack_into("<2i", self._room, self.address - ctypes.addressof(self._room) + 2 * BYTES, rows, keys // rows)
+        self.maps = [TensorMap(encode, *x, (1, 1, rows, 64), SWIZZLE_128, self.address + i * BYTES) for i, x in enumerate(tensors) if encode]
+
+    def move(self, *addresses: int) -> None:
+        for tensor_map, address in zip(self.maps, addresses):
+            if tensor_map.pointer != address:
+                tensor_map.move(address)
+
+
+def kv_maps(encode: Any, call: Call, keys: int, flags: int) -> tuple[Callable[[], KvMaps], int]:
+    """(what makes KvMaps for such calls, MAPPED or 0): there are maps where k and v are aligned and the driver accepts their strides."""
+    tensors, rows = (_mapped(call.k), _mapped(call.v)), math.gcd(call.k.shape[1], keys) if call.block_table is not None else keys
+    if encode and flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES:
+        try:
+            KvMaps(encode, tensors, keys, rows).move(call.k.data_ptr() & ~15, call.v.data_ptr() & ~15)
+            return functools.partial(KvMaps, encode, tensors, keys, rows), MAPPED
+        except KernelError:
+            pass  # such strides take the kernel's other copies
+    return functools.partial(KvMaps, None, tensors, keys, rows), 0
+
+
 # ------------------------------------------------------------------ launches
 class Record(NamedTuple):
     """A struct ready to be patched, and the pointer to it that a launch takes."""
@@ -304,24 +346,25 @@ class Record(NamedTuple):
     arguments: ctypes.Array
     pointer: ctypes.c_void_p  # to arguments
     config: LaunchConfig | None = None  # of a launch with attributes
+    maps: KvMaps | None = None
 
 
-def record(packed: bytearray, config: LaunchConfig | None = None) -> Record:
+def record(packed: bytearray, config: LaunchConfig | None = None, maps: KvMaps | None = None) -> Record:
     buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)), config)
+    arguments = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), maps and maps.address)
+    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)), config, maps)
 
 
 class Launcher:
     """A kernel bound to constants and a grid: patches pointers and launches. Safe to use from several threads at once.
 
     `cluster`: blocks of a column that run together. `overlapping`: the kernel may run beside the stream's launch before, whose kernel says
-    from when on, where the driver can.
+    from when on, where the driver can. `maps` makes the kernel's second argument, if it has one.
     """
 
     def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], grid: tuple[int, int], threads: int,
-                 about: str, cluster: int = 1, overlapping: bool = False):
-        self.cluster, self.overlapping = cluster, overlapping
+                 about: str, cluster: int = 1, overlapping: bool = False, maps: Callable[[], KvMaps] | None = None):
+        self.cluster, self.overlapping, self.maps = cluster, overlapping, maps
         self.plainly = cluster == 1 and not (overlapping and function.driver.launch_ex)  # without attributes
         self.function, self.grid, self.threads, self.about = function, grid, threads, about
         self.fields, self.values = fields, values
@@ -341,8 +384,10 @@ class Launcher:
             item = pool.pop()  # nobody else has it meanwhile
         except IndexError:
             config = None if self.plainly else self.function.config(self.grid, self.threads, self.cluster, self.overlapping)
-            item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}), config)
+            item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}), config, self.maps and self.maps())
         self.pointers(item.buffer, 0, *addresses)
+        if item.maps is not None and not off & MAPPED:
+            item.maps.move(addresses[1], addresses[2])
         code = self._start(stream, item)
         if code:
             self.function.failed(code, functools.partial(self._start, stream, item), self.grid, self.threads, self.about)
@@ -510,9 +555,12 @@ class Attention(_Bound):
         places = [(i, Call._fields.index(names.get(name, name))) for i, (name, _) in enumerate(ATTENTION[5:15], 5)]
         self.present = [(place, field) for place, field in places if isinstance(call[field], Tensor)]
 
-    def _launcher(self, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1, overlapping: bool = False) -> Launcher:
-        function = self.device.function(shape.instance, shape.shared)
-        return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, overlapping)
+    def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1, overlapping: bool = False) -> Launcher:
+        function, maps = self.device.function(shape.instance, shape.shared), None
+        if shape.keys:
+            maps, mapped = kv_maps(self.device.driver.encode_map, call, shape.keys, values["flags"])
+            values = values | {"flags": values["flags"] | mapped}
+        return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, overlapping, maps)
 
     def _plain_launcher(self, call: Call, dim: int, blocks: int) -> Launcher | None:
         """plain.h on at most so many blocks; None where the device does not run its clusters all at once."""
@@ -524,7 +572,7 @@ class Attention(_Bound):
         if c is None:
             return None
         values = self.values | dealing(heads, c.lines * c.size, c.lines) | {"mixed_stride": c.pieces}
-        return self._launcher(shape, values, (c.lines * c.pieces, c.size), c.size)
+        return self._launcher(call, shape, values, (c.lines * c.pieces, c.size), c.size)
 
     def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
         """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token."""
@@ -534,7 +582,7 @@ class Attention(_Bound):
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
         if shape.unit or not few_rows_possible(call):
-            self.launch = self._launcher(shape, values, grid)
+            self.launch = self._launcher(call, shape, values, grid)
             return
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.
@@ -542,13 +590,13 @@ class Attention(_Bound):
             self.before = self._plain_launcher(call, dim, limits.sms // 2)
         if self.before is not None:
             self.plain = True
-            self.launch = self._launcher(shape, values | {"flags": values["flags"] | TILED}, grid, overlapping=True)
+            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | TILED}, grid, overlapping=True)
             return
-        self.launch = self._launcher(shape, values, grid)
+        self.launch = self._launcher(call, shape, values, grid)
         few = decode_shape(problem.dtype, problem.kv_dtype, dim, limits)
         values = self.values | sharing(call, few, limits) | {"flags": self.values["flags"] | TILED}
         self.room = room(values, dim)
-        self.before = self._launcher(few, values, grid_of(call, few, values))
+        self.before = self._launcher(call, few, values, grid_of(call, few, values))
 
     @staticmethod
     def _new_out(call: Call) -> Tensor:
@@ -573,7 +621,7 @@ class Attention(_Bound):
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         q, k, v, o = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr()
-        off = (ALIGNED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
+        off = (ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
         if self.plain and (off or q & 15):
             if self.general is None:
                 self.general = Attention(self.device, call, self.problem, plain=False)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Sequence
 import torch
 import triton
 
+from portattn.tensor_map import KINDS, TensorMap
+
 POINTER = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
@@ -137,34 +139,17 @@ class _Address:
         return self.pointer
 
 
-class _TensorMap:
-    """A CUtensorMap of cuda.h with the shape and strides that Triton passes behind it; encoded anew where its address changes."""
-
-    BYTES, ALIGNMENT = 128, 64
-    KIND = {torch.float16: 6, torch.bfloat16: 9}
+class _TensorMap(TensorMap):
+    """A tensor map with the shape and strides that Triton passes behind it."""
 
     def __init__(self, encode: Any, m: Map, box: Sequence[int], swizzle: int):
-        rank, size = len(m.shape), m.dtype.itemsize
-        self.room = ctypes.create_string_buffer(self.BYTES + self.ALIGNMENT)
-        self.address = -(-ctypes.addressof(self.room) // self.ALIGNMENT) * self.ALIGNMENT
-        self.behind = struct.pack(f"@{rank}i0q{rank}q", *m.shape, *m.strides)
-        self.rest = ctypes.create_string_buffer(self.behind, len(self.behind))
-        wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-        # dims from the innermost on; no interleaving, 128-byte sectors promoted in L2, zeros outside
-        self.arguments = (wide(*reversed(m.shape)), wide(*(s * size for s in reversed(m.strides[:-1]))), narrow(*reversed(box)),
-                          narrow(*[1] * rank), 0, swizzle, 2, 0)
-        self.encode, self.kind, self.rank, self.pointer = encode, self.KIND[m.dtype], rank, -1
-        first = ctypes.addressof(self.rest)
-        strides = first + len(self.behind) - 8 * rank
+        super().__init__(encode, m.dtype, m.shape, m.strides, box, swizzle)
+        rank = len(m.shape)
+        behind = struct.pack(f"@{rank}i0q{rank}q", *m.shape, *m.strides)
+        self.behind = ctypes.create_string_buffer(behind, len(behind))
+        first = ctypes.addressof(self.behind)
+        strides = first + len(behind) - 8 * rank
         self.parameters = [self.address, *(first + 4 * i for i in range(rank)), *(strides + 8 * i for i in range(rank))]
-
-    def move(self, pointer: int) -> None:
-        error = self.encode(ctypes.c_void_p(self.address), self.kind, self.rank, ctypes.c_void_p(pointer), *self.arguments)
-        if error:
-            from portattn.errors import KernelError
-
-            raise KernelError(f"tensor map: the driver refused address {pointer:#x}, error {error}")
-        self.pointer = pointer
 
 
 class Launch:
@@ -220,7 +205,7 @@ class Launch:
             return None
         metas = getattr(self.kernel.metadata, "tensordesc_meta", None) or []
         known = len(metas) == len(self.described) and all(m and {"swizzle", "block_size"} <= m.keys() for m in metas)
-        if self.driver.encode is None or not known or any(m.dtype not in _TensorMap.KIND for _, m in self.described):
+        if self.driver.encode is None or not known or any(m.dtype not in KINDS for _, m in self.described):
             return None
         return [(i, _TensorMap(self.driver.encode, m, meta["block_size"], meta["swizzle"]))
                 for (i, m), meta in zip(self.described, metas)]

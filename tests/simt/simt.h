@@ -91,6 +91,7 @@ struct Block {
   std::vector<Group> waves, warps, quads;  // quads: of four warps
   std::vector<int> asleep;                 // passes for which a wave does not go on, in random order
   Named named[16];
+  std::vector<std::function<void()>> boxes;  // that the copy engine has yet to bring
   long polls = 0;  // of lanes that look again and again, since one of them last found something
   Order order = kForward;
   ucontext_t scheduler;
@@ -297,6 +298,7 @@ inline std::string launch(int grid_x, int grid_y, int threads, int shared_bytes,
       b.index = n % grid_x + (n / grid_x * cluster + rank) * grid_x;
       b.polls = 0;
       for (Named& x : b.named) x = {};
+      b.boxes.clear();
       // A block of its own for each run, exactly as large as asked for: an overrun is a sanitizer's finding.
       b.memory = std::vector<std::uint8_t>(shared_bytes + 128, 0xff);
       b.shared = b.memory.data() + (128 - reinterpret_cast<std::uintptr_t>(b.memory.data()) % 128) % 128;

@@ -39,12 +39,23 @@ inline void arrive(Barrier& b, SIMT_HERE) {
   --b.pending;
   next_phase(b);
 }
+inline void arrive(Barrier& b, int times, SIMT_HERE) {
+  for (int i = 0; i < times; ++i) arrive(b, here);
+}
 inline void expect(Barrier& b, int bytes, SIMT_HERE) {
   b.bytes += bytes;
   arrive(b, here);
 }
-// A phase's parity: a wait for the parity before the current one succeeds.
-inline bool reached(Barrier& b, u32 parity) { return (b.phase & 1) != parity; }
+// A phase's parity: a wait for the parity before the current one succeeds. Of boxes on their way one lands where a lane waits in vain.
+inline bool reached(Barrier& b, u32 parity) {
+  auto& boxes = simt::block()->boxes;
+  if ((b.phase & 1) == parity && !boxes.empty()) {
+    auto land = std::move(boxes.front());
+    boxes.erase(boxes.begin());
+    land();
+  }
+  return (b.phase & 1) != parity;
+}
 inline void wait(Barrier& b, u32 parity, SIMT_HERE) {
   while (!reached(b, parity)) simt::yield(here);
 }
@@ -106,6 +117,57 @@ inline void arrive_when_copied(Barrier& b, SIMT_HERE) {
   arrive(b, here);
 }
 inline void products_see_copies() {}
+
+// What `encode` below writes, as large as cuda.h's.
+struct alignas(64) TensorMap {
+  const u8* base;
+  u64 shape[4], strides[4];  // the innermost axis first; strides in bytes
+  u32 box[4];
+  u8 rest[24];
+};
+static_assert(sizeof(TensorMap) == 128, "as cuda.h's");
+inline void prefetch(const TensorMap&) {}
+
+// The CUDA driver's cuTensorMapEncodeTiled, of maps with four axes of 16-bit elements: says 1 (invalid value) as its documentation has it.
+inline int encode(TensorMap* map, int type, u32 rank, const void* base, const u64* shape, const u64* strides, const u32* box, const u32* steps,
+                  int interleave, int swizzle, int promotion, int fill) {
+  const auto at = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
+  if (at(map) % 64 || at(base) % 16 || rank != 4 || (type != 6 && type != 9) || interleave || swizzle != 3 || promotion > 3 || fill) return 1;
+  *map = {static_cast<const u8*>(base), {}, {2}, {}, {}};
+  for (int i = 0; i < 4; ++i) {
+    if (!shape[i] || shape[i] > 1ull << 32 || !box[i] || box[i] > 256 || steps[i] != 1) return 1;
+    if (i < 3 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return 1;
+    map->shape[i] = shape[i];
+    map->box[i] = box[i];
+    if (i < 3) map->strides[i + 1] = strides[i];
+  }
+  return box[0] * 2 > 128;  // a box's rows are the swizzle's at most
+}
+
+inline void copy_box(void* shared, const TensorMap& map, int column, int row, int head, int page, Barrier& b, SIMT_HERE) {
+  u8* to = static_cast<u8*>(shared);
+  if ((to - shared_tiles()) % 1024) simt::fail("a box that does not begin where the swizzle does, at " + simt::text(here));
+  auto land = [=, &map, &b] {
+    const i64 at[4] = {column, row, head, page};
+    for (u32 r = 0; r < map.box[1]; ++r)
+      for (u32 c = 0; c < map.box[0]; ++c) {
+        const i64 place[4] = {at[0] + c, at[1] + r, at[2], at[3]};
+        bool inside = true;
+        i64 offset = 0;
+        for (int i = 0; i < 4; ++i) {
+          inside &= place[i] >= 0 && place[i] < static_cast<i64>(map.shape[i]);
+          offset += place[i] * static_cast<i64>(map.strides[i]);
+        }
+        u16 x = 0;
+        if (inside) std::memcpy(&x, map.base + offset, 2);
+        std::memcpy(to + sm90::place(r, c / 8) + c % 8 * 2, &x, 2);
+      }
+    b.bytes -= static_cast<i32>(map.box[0] * map.box[1] * 2);
+    next_phase(b);
+  };
+  if (simt::block()->order == simt::kForward) land();
+  else simt::block()->boxes.push_back(land);
+}
 template <int kRegisters>
 inline void give_registers() {}
 template <int kRegisters>

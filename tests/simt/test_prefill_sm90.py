@@ -3,10 +3,12 @@ descriptors, run early or late, and lanes take turns in three orders."""
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
-from portattn import instances, reference
+from portattn import instances, native, reference
 from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
@@ -16,12 +18,21 @@ from .test_decode import paged
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
 
-def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0):
-    """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again."""
+def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0, maps: bool = True):
+    """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps."""
     prepared = host.prepare(call, grid=1)
     options = {name: prepared.options[name] for name in ("t", "d")}
     library = host.build("prefill_sm90", consumers=consumers, n=n, **options)
-    host.run(library, "portattn_simt_prefill_sm90", prepared.packed, (blocks, 1), order, seed)
+    packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
+    flags = int.from_bytes(packed[at : at + 4], "little")
+    made, mapped = native.kv_maps(library.portattn_simt_encode if maps else None, call, n, flags)
+    assert bool(mapped) == (maps and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
+    argument = made()
+    argument.move(call.k.data_ptr(), call.v.data_ptr())
+    packed[at : at + 4] = (flags | mapped).to_bytes(4, "little")
+    error = ctypes.create_string_buffer(2000)
+    if library.portattn_simt_prefill_sm90(bytes(packed), ctypes.c_void_p(argument.address), blocks, 1, order, seed, error, len(error)):
+        raise RuntimeError(error.value.decode())
     return prepared.results()
 
 

@@ -72,10 +72,15 @@ PA_DEVICE i64 page_of(const P& p, int b, int key) {
   const int entry = P::kPlain || p.page_shift >= 0 ? key >> p.page_shift : quotient(key, p.page_size);
   return read_index(p.block_table, b * p.table_batch + entry, p.flags & kTable64);
 }
+// Its row there.
+template <class P>
+PA_DEVICE i64 row_of_key(const P& p, const Sequence& s, int key) {
+  if (!(p.flags & kPaged)) return s.start_k + key;
+  return P::kPlain || p.page_shift >= 0 ? key & ((1 << p.page_shift) - 1) : key - quotient(key, p.page_size) * p.page_size;
+}
 template <class P>
 PA_DEVICE KvOffset kv_offset(const P& p, const Sequence& s, i64 page, int key, int head) {
-  i64 row = s.start_k + key;
-  if (p.flags & kPaged) row = P::kPlain || p.page_shift >= 0 ? key & ((1 << p.page_shift) - 1) : key - quotient(key, p.page_size) * p.page_size;
+  const i64 row = row_of_key(p, s, key);
   return {page * p.k_batch + row * p.k_token + head * p.k_head, page * p.v_batch + row * p.v_token + head * p.v_head};
 }
 

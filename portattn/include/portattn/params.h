@@ -21,6 +21,7 @@ enum Flags : u32 {
   kSinksFloat = 1 << 11,
   kPaged = 1 << 12,
   kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's; prefill_sm90.h: those of one token are
+  kMapped = 1 << 14,          // prefill_sm90.h: there are tensor maps of k and v
 };
 
 constexpr int kQueues = 4;
