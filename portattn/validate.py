@@ -233,9 +233,15 @@ def _loose(x: Tensor | None) -> bool:
     return x is not None and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
 
 
-def _copies(named: dict[str, Tensor | None]) -> tuple[tuple[bool, ...], tuple[str, ...]]:
-    flags = tuple(_loose(x) for x in named.values())
-    return flags, tuple(f"{name} copied: its last stride is not 1" for name, flag in zip(named, flags) if flag)
+def _copies(named: dict[str, Tensor | None], whole: tuple[str, ...] = ()) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+    """(which to copy, what explain() says); of those in `whole`, kernels read rows without gaps."""
+    flags, notes = [], []
+    for name, x in named.items():
+        gaps = name in whole and x is not None and not x.is_contiguous()
+        flags.append(gaps or _loose(x))
+        if flags[-1]:
+            notes.append(f"{name} copied: " + ("its rows have gaps" if gaps else "its last stride is not 1"))
+    return tuple(flags), tuple(notes)
 
 
 def _tight(flags: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -403,7 +409,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
 
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q,
                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    flags, notes = _copies(tensors)
+    flags, notes = _copies(tensors, ("rotary_cos", "rotary_sin"))
     if k is not None and (flags[1] or flags[2]):
         f.value("k_cache" if flags[1] else "v_cache", "a last stride of 1, to append to", (k_cache if flags[1] else v_cache).stride())
         f.raise_any()

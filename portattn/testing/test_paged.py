@@ -388,6 +388,17 @@ def test_angles_of_either_type(target: Target, case: Case) -> None:
         target.check(call.replace(rotary_cos=call.kwargs["rotary_cos"].to(dtype), rotary_sin=call.kwargs["rotary_sin"].to(dtype)))
 
 
+@rule("C-ROPE", "paged-f32-h4x2-d32-p4-q1k9*2-rope32\npaged-f32-h4x2-d32-p4-q3k9*2-rope16-causal-append")
+def test_angles_with_rows_apart(target: Target, case: Case) -> None:
+    """Halves of one table of both, as engines keep them; and rows further apart in the one than in the other."""
+    call = target.build(case)
+    cos, sin = call.kwargs["rotary_cos"], call.kwargs["rotary_sin"]
+    half = cos.shape[1]
+    both = torch.cat([cos, sin], 1)
+    target.check(call.map(torch.clone).replace(rotary_cos=both[:, :half], rotary_sin=both[:, half:]))
+    target.check(call.map(torch.clone).replace(rotary_cos=cos, rotary_sin=both[:, half:]))
+
+
 @rule("C-ROPE", "paged-f32-h4x2-d32-p4-q3k9*2-rope32-append-causal\npaged-f32-h4x2-d32-p4-q1k9*2-rope16-pairs-append")
 def test_one_append_of_many_equals_many_of_one(target: Target, case: Case) -> None:
     """The last token's out, appended together with those before it or after them, is the same."""
