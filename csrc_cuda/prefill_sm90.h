@@ -49,7 +49,7 @@ struct PrefillSm90 {
   // q of the next tile is copied early where there is room for it.
   static constexpr int kQStages = 2 * kQBytes + 2 * kStages * kStageBytes <= (223 << 10) ? 2 : 1;
   // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
-  static constexpr int kTakeRegisters = kD == 192 || kN > 128 ? 224 : 216;
+  static constexpr int kTakeRegisters = kD == 192 ? 208 : 216;
   static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
   static_assert(kConsumers == 2, "registers are dealt out for two");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
@@ -57,6 +57,7 @@ struct PrefillSm90 {
   struct Tile {
     int b, head_kv, first_row;
     int first, last;  // key blocks [first, last)
+    int boxed;        // key blocks before this one come in boxes
     Sequence s;
   };
   enum {
@@ -72,6 +73,12 @@ struct PrefillSm90 {
     int sums[4];
     int prefix[sm90::kGroup + 1];
   };
+  // Keys, of several heads, whose k and v are two thirds of the second cache: tiles that run at the same time read these.
+#ifdef PA_TOGETHER  // of tests
+  static constexpr int kTogether = PA_TOGETHER;
+#else
+  static constexpr int kTogether = (32 << 20) / (4 * kD);
+#endif
   static constexpr int kWork = kQStages * kQBytes + 2 * kStages * kStageBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
@@ -126,13 +133,18 @@ struct PrefillSm90 {
       Tile t;
       t.b = b;
       t.s = sequence(p, b);
-      const int nth = quotient(i - start, p.heads_kv);
-      t.head_kv = i - start - nth * p.heads_kv;
-      t.first_row = (tiles_of(t.s) - 1 - nth) * kRows;
+      const int rows = tiles_of(t.s), each = min_of(p.heads_kv, max_of(1, quotient(kTogether, max_of(1, t.s.len_k))));
+      const int section = quotient(i - start, each * rows), nth_in_section = i - start - section * each * rows;
+      const int heads = min_of(each, p.heads_kv - section * each), nth = quotient(nth_in_section, heads);
+      t.head_kv = section * each + nth_in_section - nth * heads;
+      t.first_row = (rows - 1 - nth) * kRows;
       const int first = quotient(t.first_row, p.group), last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
       const Span v = visible(p, t.s, first, last);
       t.first = quotient(v.lo, kN);
       t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
+      // No key of a boxed block lies past the length, or nothing but the tensor's end does.
+      const bool whole = !p.cu_k && !(p.flags & kPaged) && t.s.len_k == p.len_k;
+      t.boxed = !(p.flags & kMapped) ? 0 : whole ? t.last : quotient(t.s.len_k, kN);
       to = t;
     }
     sm90::meet<sm90::kGroup>(kCopiers);
@@ -157,12 +169,6 @@ struct PrefillSm90 {
     }
   }
 
-  // Whether a block comes in boxes: no key of it lies past the length, or nothing but the tensor's end does.
-  PA_DEVICE bool boxed(const Tile& t, int block) const {
-    if (!(p.flags & kMapped)) return false;
-    return (block + 1) * kN <= t.s.len_k || (!p.cu_k && !(p.flags & kPaged) && t.s.len_k == p.len_k);
-  }
-
   // Where keys begin that lie together.
   struct Where {
     KvOffset offset;
@@ -170,10 +176,10 @@ struct PrefillSm90 {
   };
   // Of a block that comes in boxes, box lane(); else the sixteen keys of group lane().
   PA_DEVICE Where look_up(const Tile& t, int block) const {
-    const int nth = warp::lane() * (boxed(t, block) ? maps.rows : 16), key = block * kN + nth;
+    const int nth = warp::lane() * (block < t.boxed ? maps.rows : 16), key = block * kN + nth;
     if (nth >= kN || key >= t.s.len_k || !(p.flags & kUniformPages)) return {{0, 0}, 0, 0};
     const i64 page = page_of(p, t.b, key);
-    return {kv_offset(p, t.s, page, key, t.head_kv), static_cast<int>(page), static_cast<int>(row_of_key(p, t.s, key))};
+    return {kv_offset(p, t.s, page, key, t.head_kv), p.cu_k ? 0 : static_cast<int>(page), static_cast<int>(row_of_key(p, t.s, key))};
   }
 
   // One block of keys or values to the next stage; zeros past the length and past head_dim.
@@ -181,24 +187,22 @@ struct PrefillSm90 {
     const int used = of_v ? c.values++ : c.keys++, stage = used % kStages, full = (of_v ? kFullV : kFullK) + stage;
     const int empty = (of_v ? kEmptyV : kEmptyK) + stage;
     u8* to = (of_v ? v_tile : k_tile) + stage * kStageBytes;
-    if (!boxed(t, block)) {
+    const int warp = thread_x() / 32;
+    if (block >= t.boxed) {
       acquire(empty, used / kStages);
       copy_pieces(t, block, of_v ? where.offset.v : where.offset.k, of_v, to);
       hand_over(full, !(p.flags & kAligned));
-    } else if (thread_x() < 32) {
-      // The other warps do not even wait: two phases late, they would wait for the one after. They meet this one at the next tile, of
-      // which only the first block can need them.
+    } else if (warp < maps.boxes * kPanels) {  // warps take turns at boxes; one without any does not wait either, for a phase that may be over
       acquire(empty, used / kStages);
       if (thread_x() == 0) {
         sm90::expect(barrier(full), kStageBytes);
         sm90::arrive(barrier(full), sm90::kGroup - 1);
       }
-      if (thread_x() < maps.boxes) {
 #pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-          sm90::copy_box(to + panel * kPanelBytes + thread_x() * maps.rows * 128, of_v ? maps.v : maps.k, panel * sm90::kPanel, where.row,
+      for (int panel = 0; panel < kPanels; ++panel)
+        if (warp::lane() < maps.boxes && (warp::lane() * kPanels + panel) % 4 == warp)
+          sm90::copy_box(to + panel * kPanelBytes + warp::lane() * maps.rows * 128, of_v ? maps.v : maps.k, panel * sm90::kPanel, where.row,
                          t.head_kv, where.page, barrier(full));
-      }
     }
   }
 
@@ -213,7 +217,7 @@ struct PrefillSm90 {
 #pragma unroll 1
       for (int g = 0; g < kGroups; ++g) {
         const T* begin = from + warp::shfl_idx<32>(lane_offset, g);
-#pragma unroll
+#pragma unroll 2
         for (int j = 0; j < kEach; ++j) {
           const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
           if (16 * kPieces % sm90::kGroup != 0 && piece >= 16 * kPieces) break;
@@ -329,7 +333,10 @@ struct PrefillSm90 {
     int clear_lo, clear_hi;  // keys that every row of this warp sees
   };
 
-  // Scores of a block to weights relative to the rows' new maxima, which `shrink` is relative to the old ones.
+  // What `m` may lag behind a row's maximum, in units of log2: weights up to 256, and accumulators that seldom need to shrink.
+  static constexpr float kLag = 8.0f;
+
+  // Scores of a block to weights relative to 2^m; where m moves, what was before is to be multiplied by `shrink`.
   PA_DEVICE void softmax(const Tile& t, State& st, int block, int first_row, float (&s)[kN / 2], float (&shrink)[2]) const {
     const int key = block * kN;
     if (!st.plain) {
@@ -370,10 +377,11 @@ struct PrefillSm90 {
       float top = s[2 * r];
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j) top = max_of(top, max_of(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      top = max_of(warp::reduce_max<4>(top) * st.factor, st.m[r]);
-      shrink[r] = weight(st.m[r], top);
-      st.m[r] = top;
-      const float base = top == -PA_INFINITY ? 0.0f : top;
+      top = warp::reduce_max<4>(top) * st.factor;
+      const float before = st.m[r];
+      if (top > before + kLag) st.m[r] = top;
+      const float base = st.m[r] == -PA_INFINITY ? 0.0f : st.m[r];
+      shrink[r] = exp2_fast(before - base);
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j)
@@ -392,17 +400,20 @@ struct PrefillSm90 {
     for (int i = 0; i < kN / 4; ++i) st.weights[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
   }
 
+  // The descriptor of what lies so many bytes behind; its upper half stays a constant.
+  static PA_DEVICE u64 ahead(u64 tile, int bytes) { return (tile & ~0xffffffffull) | static_cast<u32>(static_cast<u32>(tile) + (bytes >> 4)); }
+
   PA_DEVICE void scores(u64 q, u64 k, float (&s)[kN / 2]) const {
 #pragma unroll
     for (int d = 0; d < kD / 16; ++d)
-      sm90::multiply_rows<kN, T>(s, q + (d / 4 * kRowPanelBytes + d % 4 * 32) / 16, k + (d / 4 * kPanelBytes + d % 4 * 32) / 16, d > 0);
+      sm90::multiply_rows<kN, T>(s, ahead(q, d / 4 * kRowPanelBytes + d % 4 * 32), ahead(k, d / 4 * kPanelBytes + d % 4 * 32), d > 0);
     sm90::products_commit();
   }
   PA_DEVICE void values(State& st, u64 v) const {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const u32 a[4] = {st.weights[4 * g], st.weights[4 * g + 1], st.weights[4 * g + 2], st.weights[4 * g + 3]};
-      sm90::multiply_columns<kD, T>(st.o, a, v + g * (16 * 128 / 16));
+      sm90::multiply_columns<kD, T>(st.o, a, ahead(v, g * 16 * 128));
     }
     sm90::products_commit();
   }
@@ -484,7 +495,7 @@ struct PrefillSm90 {
 
   PA_DEVICE void computing() const {
     using sm90::kGroup;
-    const int group = thread_x() / kGroup - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
+    const int group = warp::shfl_idx<32>(thread_x() / kGroup, 0) - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
     const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
     if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
     int blocks = 0, values_done = 0;
@@ -494,6 +505,7 @@ struct PrefillSm90 {
       await(kFullQ + stage, tiles / kQStages, false);
       const Tile& t = control.tiles[tiles & 3];
       if (t.b < 0) return;
+      const int first = t.first, last = t.last, boxed = t.boxed;
       State st;
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
@@ -511,13 +523,13 @@ struct PrefillSm90 {
       st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
       st.factor = st.plain ? st.scoring.scale : 1.0f;
 
-      if (t.first < t.last) {
+      if (first < last) {
         float s[kN / 2], shrink[2];
-        int n = t.last - 1;
-        await(kFullK + blocks % kStages, blocks / kStages, boxed(t, n));
+        int n = last - 1;
+        await(kFullK + blocks % kStages, blocks / kStages, n < boxed);
         sm90::pin(s);
         sm90::products_begin();
-        scores(q + stage * (kQBytes / 16), k + blocks % kStages * (kStageBytes / 16), s);
+        scores(ahead(q, stage * kQBytes), ahead(k, blocks % kStages * kStageBytes), s);
         sm90::products_wait<0>();
         sm90::pin(s);
         release(kEmptyK + blocks % kStages);
@@ -525,34 +537,41 @@ struct PrefillSm90 {
         softmax(t, st, n, first_row, s, shrink);
         pack(st, s);
 #pragma unroll 1
-        for (; n > t.first; --n) {
-          await(kFullK + blocks % kStages, blocks / kStages, boxed(t, n - 1));
+        for (; n > first; --n) {
+          await(kFullK + blocks % kStages, blocks / kStages, n - 1 < boxed);
           if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
           sm90::pin(s);
           sm90::pin(st.o);
           sm90::products_begin();
-          scores(q + stage * (kQBytes / 16), k + blocks % kStages * (kStageBytes / 16), s);
-          await(kFullV + values_done % kStages, values_done / kStages, boxed(t, n));
-          values(st, v + values_done % kStages * (kStageBytes / 16));
+          scores(ahead(q, stage * kQBytes), ahead(k, blocks % kStages * kStageBytes), s);
+          await(kFullV + values_done % kStages, values_done / kStages, n < boxed);
+          values(st, ahead(v, values_done % kStages * kStageBytes));
           if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
           sm90::products_wait<1>();
           sm90::pin(s);
           release(kEmptyK + blocks % kStages);
           ++blocks;
           softmax(t, st, n - 1, first_row, s, shrink);
-          sm90::products_wait<0>();
-          sm90::pin(st.o);
+          sm90::pin(s);
+          // The wait stands in both branches: before them, the compiler would move it into what is to happen beside the products.
+          if (warp::any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+            sm90::products_wait<0>();
+            sm90::pin(st.o);
+#pragma unroll
+            for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
+          } else {
+            sm90::products_wait<0>();
+            sm90::pin(st.o);
+          }
           release(kEmptyV + values_done % kStages);
           ++values_done;
-#pragma unroll
-          for (int i = 0; i < kD / 2; ++i) st.o[i] *= shrink[i >> 1 & 1];
           pack(st, s);
         }
         release(kEmptyQ + stage);
-        await(kFullV + values_done % kStages, values_done / kStages, boxed(t, n));
+        await(kFullV + values_done % kStages, values_done / kStages, n < boxed);
         sm90::pin(st.o);
         sm90::products_begin();
-        values(st, v + values_done % kStages * (kStageBytes / 16));
+        values(st, ahead(v, values_done % kStages * kStageBytes));
         sm90::products_wait<0>();
         sm90::pin(st.o);
         release(kEmptyV + values_done % kStages);

@@ -204,7 +204,7 @@ inline void products_wait(SIMT_HERE) {
     for (auto& product : groups.front()) product();
     groups.erase(groups.begin());
   }
-  simt::meet(group(), here);
+  simt::meet(simt::block()->warps[thread_x() / 32], here);
 }
 template <int kN>
 inline void pin(float (&)[kN]) {}

@@ -4,6 +4,7 @@ descriptors, run early or late, and lanes take turns in three orders."""
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from .test_decode import paged
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
 
-def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0, maps: bool = True):
+def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0, maps: bool = True,
+                 **more: int):
     """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps."""
     prepared = host.prepare(call, grid=1)
     options = {name: prepared.options[name] for name in ("t", "d")}
-    library = host.build("prefill_sm90", consumers=consumers, n=n, **options)
+    library = host.build("prefill_sm90", consumers=consumers, n=n, **options, **more)
     packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
     flags = int.from_bytes(packed[at : at + 4], "little")
     made, mapped = native.kv_maps(library.portattn_simt_encode if maps else None, call, n, flags)
@@ -101,6 +103,40 @@ def test_dense(scale):
     q, k, v = (torch.randn(2, 80, h, 64, generator=g).half() for h in (4, 2, 2))
     out, lse = prefill_sm90(Call(q, k, v, scale, causal=True, max_seqlen_q=80, max_seqlen_k=80))
     kw = dict(causal=True, softmax_scale=scale)
+    close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
+
+
+@pytest.mark.parametrize("order", [host.FORWARD, host.RANDOM])
+def test_ragged_keys_among_which_others_poison_lies(order):
+    """Blocks that come in boxes, and tails, which stop at a sequence's end: behind it are another one's NaN."""
+    g = torch.Generator().manual_seed(5)
+    q_lens, k_lens = [70, 150, 40], [130, 260, 64]
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (q_lens, k_lens))
+    q, k, v = (torch.randn(sum(n), h, 64, generator=g).half() for n, h in ((q_lens, 4), (k_lens, 2), (k_lens, 2)))
+    poisoned = k.clone(), v.clone()
+    for x in poisoned:
+        x[130:390] = float("nan")
+    call = Call(q, *poisoned, 0.125, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=150, max_seqlen_k=260)
+    out, lse = prefill_sm90(call, order=order)
+    args = (q, k, v, cu_q, cu_k, 150, 260)
+    want, plain = (f(*args, causal=True, softmax_scale=0.125)[0] for f in (reference.attention_varlen, functools.partial(reference.plain, reference.attention_varlen)))
+    keep = torch.cat([torch.arange(70), torch.arange(220, 260)])
+    close_out(out[keep], want[keep], plain[keep], q.dtype)
+    assert out[70:220].isnan().all()
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_maps_change_no_bits(maps):
+    call, args, kw = paged([300, 70, 133], q_lens=[150, 40, 33])
+    first, _ = check(call, args, kw)
+    assert torch.equal(first, prefill_sm90(call, maps=maps, order=host.REVERSE)[0])
+
+
+def test_heads_whose_keys_are_too_many_for_the_cache_come_in_sections():
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, s, h, 64, generator=g).half() for s, h in ((200, 6), (200, 3), (200, 3)))
+    out, lse = prefill_sm90(Call(q, k, v, 0.125, causal=True, max_seqlen_q=200, max_seqlen_k=200), together=401)
+    kw = dict(causal=True, softmax_scale=0.125)
     close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
 
 
