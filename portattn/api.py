@@ -1,8 +1,9 @@
 """The calls: validate -> Problem and Call -> the backend that the registry bound -> its result.
 
-Each call makes a key of everything that its validity and the choice of backend depend on: shapes, strides,
-dtypes, devices, options. A key met before costs one dictionary lookup (about 3 us in all); a new one is
-validated (validate.py) and bound (registry.py). Values on the device are looked at only under PORTATTN_CHECK=1.
+A call like one of the last few is recognised by its tensors (recent.py, below 1 us). Any other makes a key of everything
+that its validity and the choice of backend depend on: shapes, strides, dtypes, devices, options. A key met before costs
+one dictionary lookup (about 3 us in all); a new one is validated (validate.py) and bound (registry.py). Values on the
+device are looked at only under PORTATTN_CHECK=1.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch.nn import Parameter
 
 from . import config, registry, validate
 from .device import capturing
-from .dialect import AFTER, after, heads_first
+from .dialect import AFTER, OURS, after, lse_as
 from .problem import Call
+from .recent import Recent
 from .registry import Bound, Choice
 
 _is_compiling = torch.compiler.is_compiling
@@ -31,40 +33,9 @@ _memo: dict[tuple, Bound] = {}
 _MEMO_LIMIT = 4096  # keys; an engine meets some hundreds
 registry._listeners.append(_memo.clear)
 
-# Paged calls of an engine's step are alike, layer after layer: what the last few were is looked at before a key is made. torch's guards
-# compare types, dtypes, devices, shapes, strides and requires_grad of all tensors in one call, 3 us less than a key; they keep no tensor.
-try:
-    from torch._C._dynamo.guards import TensorGuards as _Guards
-except ImportError:
-    _Guards = None
-_recent: tuple[tuple, ...] = ()  # (check, options, Bound)
-_RECENT_LIMIT = 4
-_before: Bound | None = None  # what the call before needed a key for
+_recent_dense, _recent_varlen, _recent_paged = Recent(), Recent(), Recent()
 
-
-def _keep_recent(tensors: tuple[Tensor, ...], options: tuple, bound: Bound) -> None:
-    """Has the next such call found without a key, if the one before was such a call too: guards cost 10 us to make."""
-    global _recent, _before, _Guards
-    if bound is not _before:
-        _before = bound
-        return
-    try:
-        check = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if check(*tensors):
-            _recent = ((check, options, bound), *_recent[: _RECENT_LIMIT - 1])
-    except Exception:  # not the interface that this torch has: keys will do
-        _Guards, _recent = None, ()
-
-
-def _forget_recent() -> None:
-    global _recent, _before
-    _recent, _before = (), None
-
-
-registry._listeners.append(_forget_recent)
-
-
-# In a key, 1 equals True: what is neither True nor False is wrapped, so that it never finds a validated call's entry.
+# In options, 1 equals True: what is neither True nor False is wrapped, so that it never finds a validated call's entry.
 
 
 def _meta(x: Any) -> Any:
@@ -79,6 +50,27 @@ def _remember(key: tuple | None, bound: Bound, device: torch.device) -> None:
     if len(_memo) >= _MEMO_LIMIT:
         _memo.clear()
     _memo[key] = bound
+
+
+def _bind_by_key(recent: Recent, options: tuple, tensors: tuple, validator: Any, *arguments: Any) -> Bound:
+    """The binding of a call that `recent` does not know: a remembered one, or one made of all its arguments."""
+    try:
+        key = (validator, options, _order(), _state(), _grad_mode(),
+               *[(x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors])
+        bound = _memo.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
+        bound = key = None
+    if bound is None:
+        bound = validator(*arguments)
+        _remember(key, bound, tensors[0].device)
+    else:
+        recent.keep(options, tensors, bound, bound)
+    return bound
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether a call goes through a custom op: under torch.compile, and for tensors that are no plain ones."""
+    return _is_compiling() or (type(x) not in _PLAIN and isinstance(x, Tensor))
 
 
 def _check_overlap(call: Call) -> None:
@@ -115,7 +107,7 @@ def attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str | None = None,
-    _heads_first: bool = False,  # for portattn.compat: dialect.py
+    _lse: int = OURS,  # for portattn.compat: dialect.py
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over dense tensors: ``softmax(mask(softcap(scale * q k^T) + alibi + bias)) v``.
 
@@ -156,31 +148,22 @@ def attention(
 
     The alignment and window follow FlashAttention 2; lse's base and the empty row are portattn's own.
     """
-    if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
-        got = _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
-                         alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out, return_lse=return_lse, num_splits=num_splits,
-                         batch_invariant=batch_invariant, backend=backend)
-        return (got[0], heads_first(got[1])) if return_lse and _heads_first else got
-    key = None
-    try:
-        extra = None
-        if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
-            extra = (_meta(bias), _meta(alibi_slopes), _meta(sinks), _meta(out))
-        key = (
-            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype,
-            k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device,
-            _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
-            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _heads_first, _order(),
-            _state(),
-        )
-        bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
-        bound = key = None
+    options = (causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
+               return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend,
+               bias is None, alibi_slopes is None, sinks is None, out is None, _lse)
+    tensors = (q, k, v)
+    if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
+        tensors += tuple(x for x in (bias, alibi_slopes, sinks, out) if x is not None)
+    bound = _recent_dense.find(options, tensors)
     if bound is None:
-        bound = validate.dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse,
-                               num_splits, batch_invariant, backend, _heads_first)
-        _remember(key, bound, q.device)
+        if _is_traced(q):
+            return _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+                             softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out,
+                             return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend,
+                             _lse=_lse)
+        bound = _bind_by_key(_recent_dense, options, tensors, validate.dense, q, k, v, causal, window_size, softmax_scale,
+                             softcap, bias, alibi_slopes, sinks, layout, out, return_lse, num_splits, batch_invariant, backend,
+                             _lse)
     return _attention(bound, q, k, v, bias, alibi_slopes, sinks, out)
 
 
@@ -188,13 +171,14 @@ def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, 
     n, given = bound.normal, out
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
-    call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None, n.max_q, n.max_k,
-                        None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits, n.invariant, AFTER, n.heads_first))
+    call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None,
+                        n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
+                        n.invariant, AFTER, n.lse_form))
     if given is not None:
         _check_overlap(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
-    if n.turn:
-        got = (got[0], heads_first(got[1]))
+    if n.lse_after:
+        got = (got[0], lse_as(n.lse_after, got[1]))
     if given is not None:
         return (given, got[1]) if n.lse else given
     if n.swap:
@@ -224,7 +208,7 @@ def attention_varlen(
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str | None = None,
-    _heads_first: bool = False,  # for portattn.compat: dialect.py
+    _lse: int = OURS,  # for portattn.compat: dialect.py
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over ragged batches: sequence b owns rows ``cu_seqlens[b] .. cu_seqlens[b+1]`` of q and of k, v.
 
@@ -249,51 +233,43 @@ def attention_varlen(
         >>> attention_varlen(q, q, q, cu, cu, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
-        got = _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k, causal=causal,
-                         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-                         out=out, return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend)
-        return (got[0], heads_first(got[1])) if return_lse and _heads_first else got
-    key = None
-    try:
-        extra = None
-        if seqused_k is not None or alibi_slopes is not None or sinks is not None or out is not None:
-            extra = (_meta(seqused_k), _meta(alibi_slopes), _meta(sinks), _meta(out))
-        key = (
-            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k.shape, k.is_contiguous() or k.stride(), k.dtype,
-            k.device, v.shape, v.is_contiguous() or v.stride(), v.dtype, v.device, cu_seqlens_q.shape,
-            cu_seqlens_q.is_contiguous() or cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_k.shape,
-            cu_seqlens_k.is_contiguous() or cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device, max_seqlen_q,
-            max_seqlen_k, _grad_mode() and (q.requires_grad, k.requires_grad, v.requires_grad), extra,
-            causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _heads_first, _order(),
-            _state(),
-        )
-        bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
-        bound = key = None
+    options = (max_seqlen_q, max_seqlen_k, causal is True or causal is not False and (causal,), window_size, softmax_scale,
+               softcap, return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend,
+               cu_seqlens_k is cu_seqlens_q, seqused_k is None, alibi_slopes is None, sinks is None, out is None, _lse)
+    tensors = (q, k, v, cu_seqlens_q)
+    if cu_seqlens_k is not cu_seqlens_q:
+        tensors += (cu_seqlens_k,)
+    if seqused_k is not None or alibi_slopes is not None or sinks is not None or out is not None:
+        tensors += tuple(x for x in (seqused_k, alibi_slopes, sinks, out) if x is not None)
+    bound = _recent_varlen.find(options, tensors)
     if bound is None:
-        bound = validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale,
-                                softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, _heads_first)
-        _remember(key, bound, q.device)
+        if _is_traced(q):
+            return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                             seqused_k=seqused_k, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+                             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse,
+                             num_splits=num_splits, batch_invariant=batch_invariant, backend=backend, _lse=_lse)
+        bound = _bind_by_key(_recent_varlen, options, tensors, validate.varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                             max_seqlen_k, seqused_k, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out,
+                             return_lse, num_splits, batch_invariant, backend, _lse)
     return _attention_varlen(bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, out)
 
 
-def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=None, alibi_slopes=None, sinks=None, out=None, **_):
+def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=None, alibi_slopes=None, sinks=None, out=None,
+                      **_):
     n, given = bound.normal, out
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
-    call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
-                        seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
-                        n.invariant, AFTER, n.heads_first))
+    call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q,
+                        cu_seqlens_k, seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out,
+                        n.lse, n.num_splits, n.invariant, AFTER, n.lse_form))
     if given is not None:
         _check_overlap(call)
     if n.check:
         validate.values(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
-    if n.turn:
-        got = (got[0], heads_first(got[1]))
+    if n.lse_after:
+        got = (got[0], lse_as(n.lse_after, got[1]))
     if given is not None:
         return (given, got[1]) if n.lse else given
     return got
@@ -329,7 +305,8 @@ def attention_paged(
     batch_invariant: bool = False,
     backend: str | None = None,
     _counting: int = AFTER,  # for portattn.compat: dialect.py
-    _heads_first: bool = False,
+    _lse: int = OURS,
+    _found: list[Bound] | None = None,  # for portattn.compat: the binding is put there, to be kept
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a paged cache: decode, extend and prefill, in any mixture, in one call.
 
@@ -364,69 +341,42 @@ def attention_paged(
         >>> attention_paged(torch.randn(1, 1, 8, 64), cache, cache.clone(), table, lens, causal=True).shape
         torch.Size([1, 1, 8, 64])
     """
-    if _is_compiling() or (type(q) not in _PLAIN and isinstance(q, Tensor)):
-        kv_lens = after(kv_lens, _counting, q, cu_seqlens_q) if _counting else kv_lens
-        got = _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-                         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, kv_layout=kv_layout,
-                         k_scale=k_scale, v_scale=v_scale, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
-                         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse, num_splits=num_splits,
-                         batch_invariant=batch_invariant, backend=backend)
-        return (got[0], heads_first(got[1])) if return_lse and _heads_first else got
-    options = None
-    if _Guards and k is None and v is None and rotary_cos is None and rotary_sin is None and k_scale is None and v_scale is None and (
-        alibi_slopes is None and sinks is None
-    ):
-        options = (cu_seqlens_q is None, out is None, max_seqlen_q, rotary_interleaved, kv_layout, causal is True or causal is not False and (causal,),
-                   window_size, softmax_scale, softcap, return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant,
-                   backend, _counting, _heads_first, _order(), _state())
-        tensors = (q, k_cache, v_cache, block_table, kv_lens)
-        if out is not None:
-            tensors += (out,)
-        if cu_seqlens_q is not None:
-            tensors += (cu_seqlens_q,)
-        found = None
-        try:
-            for check, known, bound in _recent:
-                if known == options and check(*tensors):
-                    found = bound
-                    break
-        except (TypeError, RuntimeError):  # not tensors, say: validation says what is wrong
-            options = None
-        if found is not None:
-            return _attention_paged(found, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, out=out)
-    key = None
-    try:
-        extra = None
-        if cu_seqlens_q is not None or out is not None:
-            extra = (_meta(cu_seqlens_q), max_seqlen_q, _meta(out))
-        if k is not None or rotary_cos is not None or k_scale is not None or v_scale is not None or alibi_slopes is not None or (
-            sinks is not None or v is not None or rotary_sin is not None
-        ):
-            extra = (extra, _meta(k), _meta(v), _meta(rotary_cos), _meta(rotary_sin), _meta(k_scale), _meta(v_scale), _meta(alibi_slopes),
-                     _meta(sinks))
-        key = (
-            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.device, k_cache.shape,
-            k_cache.is_contiguous() or k_cache.stride(), k_cache.dtype, k_cache.device, v_cache.shape,
-            v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, block_table.shape,
-            block_table.is_contiguous() or block_table.stride(), block_table.dtype, block_table.device, kv_lens.shape,
-            kv_lens.is_contiguous() or kv_lens.stride(), kv_lens.dtype, kv_lens.device, max_seqlen_q,
-            _grad_mode() and (q.requires_grad, k_cache.requires_grad, v_cache.requires_grad), extra, rotary_interleaved,
-            kv_layout, causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-            return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _counting, _heads_first, _order(),
-            _state(),
-        )
-        bound = _memo.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
-        bound = key = None
+    appends, turns = k is not None or v is not None, rotary_cos is not None or rotary_sin is not None
+    options = (cu_seqlens_q is None, out is None, appends, turns, max_seqlen_q, rotary_interleaved, kv_layout,
+               causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
+               return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _counting,
+               _lse)
+    tensors = (q, k_cache, v_cache, block_table, kv_lens)
+    if cu_seqlens_q is not None:
+        tensors += (cu_seqlens_q,)
+    if out is not None:
+        tensors += (out,)
+    if appends:
+        tensors += (k, v)
+    if turns:
+        tensors += (rotary_cos, rotary_sin)
+    if k_scale is not None or v_scale is not None or alibi_slopes is not None or sinks is not None:
+        more = (k_scale, v_scale, alibi_slopes, sinks)
+        options += tuple(Tensor if isinstance(x, Tensor) else x for x in more)
+        tensors += tuple(x for x in more if isinstance(x, Tensor))
+    bound = _recent_paged.find(options, tensors)
     if bound is None:
-        bound = validate.paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin,
-                               rotary_interleaved, kv_layout, k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes,
-                               sinks, out, return_lse, num_splits, batch_invariant, backend, _counting, _heads_first)
-        _remember(key, bound, q.device)
-    elif options is not None:
-        _keep_recent(tensors, options, bound)
-    return _attention_paged(bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale, v_scale,
-                            alibi_slopes, sinks, out)
+        if _is_traced(q):
+            kv_lens = after(kv_lens, _counting, q, cu_seqlens_q) if _counting else kv_lens
+            return _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q,
+                             max_seqlen_q=max_seqlen_q, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                             rotary_interleaved=rotary_interleaved, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale,
+                             causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+                             alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse, num_splits=num_splits,
+                             batch_invariant=batch_invariant, backend=backend, _lse=_lse)
+        bound = _bind_by_key(_recent_paged, options, tensors, validate.paged, q, k_cache, v_cache, block_table, kv_lens,
+                             cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved, kv_layout, k_scale,
+                             v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse,
+                             num_splits, batch_invariant, backend, _counting, _lse)
+    if _found is not None:
+        _found.append(bound)
+    return _attention_paged(bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale,
+                            v_scale, alibi_slopes, sinks, out)
 
 
 def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=None, k=None, v=None, rotary_cos=None,
@@ -437,16 +387,16 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
     if bound.extra is not None:
         q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks = bound.extra(
             q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
-    call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q, None,
-                        None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin, n.interleaved, k_scale, v_scale, out,
-                        n.lse, n.num_splits, n.invariant, n.counting, n.heads_first))
+    call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks,
+                        cu_seqlens_q, None, None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin,
+                        n.interleaved, k_scale, v_scale, out, n.lse, n.num_splits, n.invariant, n.counting, n.lse_form))
     if given is not None:
         _check_overlap(call)
     if n.check:
         validate.values(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
-    if n.turn:
-        got = (got[0], heads_first(got[1]))
+    if n.lse_after:
+        got = (got[0], lse_as(n.lse_after, got[1]))
     if given is not None:
         return (given, got[1]) if n.lse else given
     return got
@@ -480,9 +430,9 @@ def cache_append(
         >>> cache = torch.zeros(2, 16, 2, 64); new = torch.randn(3, 2, 64)
         >>> cache_append(new, new, cache, cache.clone(), torch.tensor([17, -1, 0]))
     """
-    if _is_compiling() or (type(k) not in _PLAIN and isinstance(k, Tensor)):
-        return _compiled(cache_append, k, v, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_scale=k_scale, v_scale=v_scale,
-                         backend=backend)
+    if _is_traced(k):
+        return _compiled(cache_append, k, v, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_scale=k_scale,
+                         v_scale=v_scale, backend=backend)
     key = None
     try:
         key = (
@@ -542,17 +492,18 @@ def merge_states(
     The rule is that of FlashAttention's split-KV combine.
     """
     first = outs if isinstance(outs, Tensor) else outs[0] if isinstance(outs, (list, tuple)) and outs else None
-    if first is not None and (_is_compiling() or type(first) not in _PLAIN):
+    if first is not None and _is_traced(first):
         return _compiled(merge_states, outs, lses, sinks=sinks, backend=backend)
     bound, outs, lses, sinks = validate.merge_states(outs, lses, sinks, backend, _memo, _remember)
     return bound.adapter.merge_states(outs, lses, sinks, bound)
 
 
 # ------------------------------------------------------------------ torch.compile
-def _compiled(call, *args, **kwargs):
+def _compiled(call, *args, _lse: int = OURS, **kwargs):
     from . import ops
 
-    return ops.call(call.__name__, *args, **kwargs)
+    got = ops.call(call.__name__, *args, **kwargs)
+    return (got[0], lse_as(_lse, got[1])) if _lse and kwargs["return_lse"] else got
 
 
 # ------------------------------------------------------------------ plan and explain
@@ -595,10 +546,10 @@ def _bind(call: Any, args: tuple, kwargs: dict, known_answer: bool) -> tuple[Any
     run, validator = runners[call]
     given = inspect.signature(call).bind(*args, **kwargs)
     given.apply_defaults()
-    arguments = dict(given.arguments)
+    arguments = {name: x for name, x in given.arguments.items() if name != "_found"}
     if validator is None:
-        bound = validate.merge_states(arguments["outs"], arguments["lses"], arguments["sinks"], arguments["backend"], {}, lambda *_: None,
-                                      known_answer)[0]
+        bound = validate.merge_states(arguments["outs"], arguments["lses"], arguments["sinks"], arguments["backend"], {},
+                                      lambda *_: None, known_answer)[0]
     else:
         bound = validator(**arguments, known_answer=known_answer)
     return run, bound, arguments

@@ -1,12 +1,14 @@
-"""What flash-attn's callers say otherwise: lengths that count before an append or are prefix sums, and an lse whose heads come first.
+"""What flash-attn's callers say otherwise: lengths that count before an append or are prefix sums, and an lse whose heads come
+first.
 
-The calls of portattn.compat say so. An adapter with DIALECT = True reads such lengths and writes such an lse as it is; for the others `after` and
-`heads_first` translate, on the device and without waiting for it: a tensor operation each, up to a quarter of a tiny call on CPU.
+The calls of portattn.compat say so. An adapter with DIALECT = True reads such lengths and writes such an lse as it is; for the
+others `after` and `lse_as` translate, on the device and without waiting for it: a tensor operation each, up to a quarter of a
+tiny call on CPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -14,10 +16,11 @@ from torch import Tensor
 from .device import capturing
 
 AFTER, BEFORE, PREFIX_SUMS = range(3)  # BEFORE: an append of as many tokens as q has; PREFIX_SUMS: (B + 1,)
+OURS, HEADS_FIRST, FLASH_ATTN_2 = range(3)  # lse (..., S, H); (..., H, S); (..., H, S) with +inf where a row sees no key
 KEPT = 1024  # small tensors that are asked for again and again; none that a graph or another stream may still read is let go
+_INF, _NAN = float("inf"), float("nan")
 _is_compiling = torch.compiler.is_compiling
 _counts: dict[Any, Tensor] = {}
-_ends: tuple = (None, 0, 0, None, None)
 
 
 def after(lens: Tensor, counting: int, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -27,9 +30,12 @@ def after(lens: Tensor, counting: int, q: Tensor, cu_seqlens_q: Tensor | None) -
     return plus(lens, q.shape[1]) if cu_seqlens_q is None else lens + lengths(cu_seqlens_q)
 
 
-def heads_first(lse: Tensor) -> Tensor:
-    """(..., S, H) to flash-attn's (..., H, S), contiguous: engines index it as such from their own kernels."""
-    return lse.mT.contiguous()
+def lse_as(form: int, lse: Tensor) -> Tensor:
+    """Our lse, which is given up, in another form; contiguous: engines index it as such from their own kernels."""
+    lse = lse.mT.contiguous()
+    if form == FLASH_ATTN_2:
+        lse = lse.nan_to_num(_NAN, _INF, _INF) if lse.requires_grad else lse.nan_to_num_(_NAN, _INF, _INF)
+    return lse
 
 
 def plus(lens: Tensor, n: int) -> Tensor:
@@ -45,13 +51,27 @@ def plus(lens: Tensor, n: int) -> Tensor:
     return lens + count
 
 
+class ViewsOfLast:
+    """`make` of the tensor that was asked for last, kept for the next layer's call with the same one: a view costs about a
+    microsecond."""
+
+    def __init__(self, make: Callable[[Tensor], Any]):
+        self.make, self.last = make, (None, 0, 0, None)
+
+    def of(self, x: Tensor) -> Any:
+        last, pointer, n, views = self.last
+        if last is not x or pointer != x.data_ptr() or n != x.numel():  # the latter two: set_() and resize_()
+            views = self.make(x)
+            self.last = (x, x.data_ptr(), x.numel(), views)
+        return views
+
+
+_ends = ViewsOfLast(lambda cu_seqlens: (cu_seqlens[1:], cu_seqlens[:-1]))
+
+
 def lengths(cu_seqlens: Tensor) -> Tensor:
-    """(B,) from (B + 1,) prefix sums: one subtraction of two views, which are kept for the next layer's call with the same tensor."""
-    global _ends
+    """(B,) from (B + 1,) prefix sums: one subtraction of two views."""
     if type(cu_seqlens) is not Tensor or _is_compiling():
         return cu_seqlens.diff()
-    of, pointer, n, ends, starts = _ends
-    if of is not cu_seqlens or pointer != cu_seqlens.data_ptr() or n != cu_seqlens.numel():  # the latter two: set_() and resize_()
-        ends, starts = cu_seqlens[1:], cu_seqlens[:-1]
-        _ends = (cu_seqlens, cu_seqlens.data_ptr(), cu_seqlens.numel(), ends, starts)
+    ends, starts = _ends.of(cu_seqlens)
     return ends - starts

@@ -20,9 +20,10 @@ _END = "bool return_lse, SymInt num_splits, bool batch_invariant, str? backend"
 _DENSE = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, str layout, {_TAIL}, {_END}"
 _VARLEN = (f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
            f"Tensor? seqused_k, Tensor? alibi_slopes, Tensor? sinks, {_TAIL}, {_END}")
-_PAGED = ("Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor block_table, Tensor kv_lens, Tensor? cu_seqlens_q, SymInt? max_seqlen_q, "
-          "Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, str kv_layout, Tensor? k_scale, "
-          f"Tensor? v_scale, float? k_factor, float? v_factor, Tensor? alibi_slopes, Tensor? sinks, {_TAIL}, {_END}")
+_PAGED = ("Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor block_table, Tensor kv_lens, Tensor? cu_seqlens_q, "
+          "SymInt? max_seqlen_q, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, "
+          "str kv_layout, Tensor? k_scale, Tensor? v_scale, float? k_factor, float? v_factor, Tensor? alibi_slopes, Tensor? sinks, "
+          f"{_TAIL}, {_END}")
 
 
 def _names(schema: str) -> list[str]:
@@ -86,7 +87,8 @@ def _autograd() -> Iterator[None]:
     """Autograd inside an op: the dispatcher calls an op's body below autograd, with its keys excluded."""
     c = torch._C
     autograd = c.DispatchKeySet(c.DispatchKey.AutogradFunctionality) | c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
-    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set() - autograd), torch.enable_grad():
+    included, excluded = c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set()
+    with c._ForceDispatchKeyGuard(included, excluded - autograd), torch.enable_grad():
         yield
 
 
@@ -105,7 +107,8 @@ def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str])
             out, lse = _eager(call, given)
             outputs = [(out, grad_out)] + ([(lse, grad_lse)] if given["return_lse"] else [])
             grads = torch.autograd.grad([o for o, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
-        return [torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous() for x, g in zip(leaves, grads)]
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous()
+                for x, g in zip(leaves, grads)]
 
     def fake(grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
         given = dict(zip(names, args))
@@ -142,8 +145,8 @@ _define("attention_varlen", api.attention_varlen, _VARLEN)
 _define("attention_paged", api.attention_paged, _PAGED.format("", ""))
 _define("attention_paged_append", api.attention_paged, _PAGED.format("(a!)", "(b!)"), ("k_cache", "v_cache"))
 
-_APPEND = ("Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, str kv_layout, Tensor? k_scale, Tensor? v_scale, "
-           "float? k_factor, float? v_factor, str? backend")
+_APPEND = ("Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, str kv_layout, Tensor? k_scale, "
+           "Tensor? v_scale, float? k_factor, float? v_factor, str? backend")
 
 
 def _run_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale, k_factor, v_factor, backend) -> None:
@@ -154,8 +157,8 @@ def _run_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scal
 torch.library.custom_op("portattn::cache_append", _run_append, mutates_args=("k_cache", "v_cache"),
                         schema=f"({_APPEND}) -> ()").register_fake(lambda *args: None)
 torch.library.custom_op(
-    "portattn::merge_states", lambda outs, lses, sinks, backend: api.merge_states(outs, lses, sinks=sinks, backend=backend), mutates_args=(),
-    schema="(Tensor outs, Tensor lses, Tensor? sinks, str? backend) -> (Tensor, Tensor)",
+    "portattn::merge_states", lambda outs, lses, sinks, backend: api.merge_states(outs, lses, sinks=sinks, backend=backend),
+    mutates_args=(), schema="(Tensor outs, Tensor lses, Tensor? sinks, str? backend) -> (Tensor, Tensor)",
 ).register_fake(lambda outs, lses, sinks, backend: (outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])))
 
 
@@ -191,6 +194,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         return _invoke(name if given["k"] is None and given["v"] is None else f"{name}_append", _PAGED.format("", ""), given)
     if name == "cache_append":
         (k_scale, k_factor), (v_scale, v_factor) = _split(kwargs["k_scale"]), _split(kwargs["v_scale"])
-        return torch.ops.portattn.cache_append(*args, kwargs["kv_layout"], k_scale, v_scale, k_factor, v_factor, kwargs["backend"])
+        return torch.ops.portattn.cache_append(*args, kwargs["kv_layout"], k_scale, v_scale, k_factor, v_factor,
+                                               kwargs["backend"])
     outs, lses = (x if isinstance(x, Tensor) else torch.stack(tuple(x)) for x in args)
     return torch.ops.portattn.merge_states(outs, lses, kwargs["sinks"], kwargs["backend"])

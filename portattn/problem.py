@@ -96,8 +96,8 @@ class Call(NamedTuple):
     return_lse: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
-    counting: int = 0  # what kv_lens count (dialect.py), and whether lse is (B, Hq, Sq) or (Hq, Tq): for adapters with DIALECT only
-    heads_first: bool = False
+    counting: int = 0  # what kv_lens count, and the form of the lse (dialect.py): for adapters with DIALECT only
+    lse_form: int = 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import config, registry
 from .device import facts
-from .dialect import AFTER, PREFIX_SUMS
+from .dialect import AFTER, OURS, PREFIX_SUMS
 from .errors import ArgumentError, ArgumentTypeError
 from .manifest import DTYPES, KV_DTYPES
 from .problem import Call, Problem, dtype_name, q_len_class
@@ -46,9 +46,9 @@ class Normal(NamedTuple):
     notes: tuple[str, ...] = ()
     scores: int = 0  # B x Hq x Sq x Sk, an upper bound: what a quadratic kernel would hold
     counting: int = 0  # for the backend: see Call
-    heads_first: bool = False
-    convert: int = 0  # what is done for a backend that takes neither: `dialect.after` to kv_lens, `dialect.heads_first` to lse
-    turn: bool = False
+    lse_form: int = 0
+    convert: int = 0  # what is done for a backend that takes neither: `dialect.after` to kv_lens, `dialect.lse_as` to lse
+    lse_after: int = 0
 
 
 class Faults:
@@ -62,7 +62,8 @@ class Faults:
         self.values += 1
 
     def type(self, name: str, wanted: str, got: Any) -> None:
-        self.lines.append(f"{name}: wanted {wanted}, got {type(got).__name__}" + ("" if isinstance(got, Tensor) else f" {got!r}"[:60]))
+        shown = "" if isinstance(got, Tensor) else f" {got!r}"[:60]
+        self.lines.append(f"{name}: wanted {wanted}, got {type(got).__name__}{shown}")
 
     def raise_any(self) -> None:
         if self.lines:
@@ -71,7 +72,8 @@ class Faults:
             raise kind(head + "\n  ".join(self.lines))
 
     # ---- single arguments; each returns whether later checks may use it
-    def tensor(self, name: str, x: Any, ndim: int | tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor | None = None) -> bool:
+    def tensor(self, name: str, x: Any, ndim: int | tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+               like: Tensor | None = None) -> bool:
         if not isinstance(x, Tensor):
             self.type(name, "a tensor", x)
             return False
@@ -133,16 +135,16 @@ class Faults:
             return int(x[0]), int(x[1])
         return -1, -1
 
-    def options(self, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any, return_lse: Any, num_splits: Any, invariant: Any,
-                backend: Any, head_dim: int | None) -> Normal:
+    def options(self, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any, return_lse: Any, num_splits: Any,
+                invariant: Any, backend: Any, head_dim: int | None) -> Normal:
         """The options that every attention call has."""
         causal = self.boolean("causal", causal)
         left, right = self.window(window_size)
         scale = 1 / math.sqrt(head_dim or 1) if softmax_scale is None else self.number("softmax_scale", softmax_scale)
         self.backend(backend)
-        return Normal(scale, causal, left, 0 if causal else right, self.number("softcap", softcap, 0.0), lse=self.boolean("return_lse", return_lse),
-                      num_splits=self.integer("num_splits", num_splits), invariant=self.boolean("batch_invariant", invariant),
-                      check=config.flag("PORTATTN_CHECK"))
+        return Normal(scale, causal, left, 0 if causal else right, self.number("softcap", softcap, 0.0),
+                      lse=self.boolean("return_lse", return_lse), num_splits=self.integer("num_splits", num_splits),
+                      invariant=self.boolean("batch_invariant", invariant), check=config.flag("PORTATTN_CHECK"))
 
     def backend(self, name: Any) -> None:
         if name is None:
@@ -158,10 +160,12 @@ class Faults:
         ok = self.tensor("q", q, ranks, _FLOATS)
         like = q if isinstance(q, Tensor) else None
         for name, x in zip(names, (k, v)):
-            ok &= self.tensor(name, x, q.dim() if ok and names[0] == "k" else ranks, _FLOATS if names[0] == "k" else _FLOATS + _KV_FLOATS, like)
+            ok &= self.tensor(name, x, q.dim() if ok and names[0] == "k" else ranks,
+                              _FLOATS if names[0] == "k" else _FLOATS + _KV_FLOATS, like)
         return ok
 
-    def heads(self, q: Tensor, k: Tensor, v: Tensor, head_axis: int, names: tuple[str, str] = ("k", "v"), kv_axis: int | None = None) -> None:
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, head_axis: int, names: tuple[str, str] = ("k", "v"),
+              kv_axis: int | None = None) -> None:
         kv_axis = head_axis if kv_axis is None else kv_axis
         (hq, d), (hk, dk) = (q.shape[head_axis], q.shape[-1]), (k.shape[kv_axis], k.shape[-1])
         if d < 1 or v.shape[-1] < 1:
@@ -223,7 +227,8 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 def overlap(call: Call) -> ArgumentError:
     pointer = call.out.data_ptr()
-    name = next(n for n, t in (("q", call.q), ("k", call.k), ("v", call.v), ("k", call.k_new), ("v", call.v_new), ("bias", call.bias))
+    name = next(n for n, t in (("q", call.q), ("k", call.k), ("v", call.v), ("k", call.k_new), ("v", call.v_new),
+                               ("bias", call.bias))
                 if t is not None and t.data_ptr() == pointer)
     return ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
 
@@ -248,35 +253,38 @@ def _tight(flags: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor | N
     return tuple(x.contiguous() if flag else x for flag, x in zip(flags, tensors))
 
 
-def _problem(layout: str, q: Tensor, kv: Tensor, heads: tuple[int, int], dims: tuple[int, int], n: Normal, **flags: Any) -> Problem:
+def _problem(layout: str, q: Tensor, kv: Tensor, heads: tuple[int, int], dims: tuple[int, int], n: Normal,
+             **flags: Any) -> Problem:
     where = facts(q.device)
     return Problem(layout, where.device, where.arch, dtype_name(q.dtype), dtype_name(kv.dtype), *heads, *dims, causal=n.causal,
-                   window=n.left >= 0 or (n.right >= 0 and not n.causal), softcap=n.softcap > 0, lse=n.lse, batch_invariant=n.invariant, **flags)
+                   window=n.left >= 0 or (n.right >= 0 and not n.causal), softcap=n.softcap > 0, lse=n.lse,
+                   batch_invariant=n.invariant, **flags)
 
 
 def _needs_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
-def _bind(problem: Problem, n: Normal, device: torch.device, backend: str | None, check: bool, extra: Callable | None, counting: int = AFTER,
-          heads_first: bool = False) -> Bound:
+def _bind(problem: Problem, n: Normal, device: torch.device, backend: str | None, check: bool, extra: Callable | None,
+          counting: int = AFTER, lse: int = OURS) -> Bound:
     bound = registry.bind(problem, registry._indexed(device), backend, n.scores, check)
-    if counting or heads_first:
-        ours = getattr(bound.adapter, "DIALECT", False)
-        counts, heads_first = ours and not n.check, heads_first and n.lse
-        n = n._replace(counting=counting if counts else AFTER, convert=AFTER if counts else counting, heads_first=heads_first and ours,
-                       turn=heads_first and not ours)
+    if counting or lse:
+        speaks, lse = getattr(bound.adapter, "DIALECT", False), lse if n.lse else OURS
+        counts = speaks and not n.check
+        n = n._replace(counting=counting if counts else AFTER, convert=AFTER if counts else counting,
+                       lse_form=lse if speaks else OURS, lse_after=OURS if speaks else lse)
     bound.normal, bound.extra = n, extra
     return bound
 
 
 # ------------------------------------------------------------------ dense
 def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out, return_lse, num_splits,
-          batch_invariant, backend, _heads_first=False, known_answer=True) -> Bound:
+          batch_invariant, backend, _lse=OURS, known_answer=True) -> Bound:
     f = Faults("attention")
     swap = f.choice("layout", layout, ("bshd", "bhsd")) == "bhsd"
     ok = f.queries_and_keys(q, k, v, (4,))
-    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
+    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend,
+                  q.shape[-1] if ok else None)
     if not ok:
         f.raise_any()
     seq, head = (2, 1) if swap else (1, 2)
@@ -292,7 +300,8 @@ def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slop
     batch, sq, hq, sk = q.shape[0], q.shape[seq], q.shape[head], k.shape[seq]
     f.alibi(alibi_slopes, batch, hq, q)
     f.sinks(sinks, hq, q)
-    if bias is not None and f.tensor("bias", bias, (0, 1, 2, 3, 4), tuple(dict.fromkeys((torch.float32, q.dtype, torch.bool))), q):
+    dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, torch.bool)))
+    if bias is not None and f.tensor("bias", bias, (0, 1, 2, 3, 4), dtypes, q):
         full = (batch, hq, sq, sk)
         if any(s not in (1, w) for s, w in zip(reversed(bias.shape), reversed(full))):
             f.value("bias", f"a shape broadcastable to (B, Hq, Sq, Sk) = {full}", tuple(bias.shape))
@@ -314,18 +323,21 @@ def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slop
             bias = bias if bias is None else bias.expand(full)
             return q, k, v, bias, *(x if x is None else x.contiguous() for x in (alibi_slopes, sinks)), out
 
-    problem = _problem("dense", q, k, (hq, k.shape[head]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(sq, sk), bias=bias is not None,
-                       sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, bias, alibi_slopes, sinks),
+    problem = _problem("dense", q, k, (hq, k.shape[head]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(sq, sk),
+                       bias=bias is not None, sinks=sinks is not None, alibi=alibi_slopes is not None,
+                       grad=_needs_grad(q, k, v, bias, alibi_slopes, sinks),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    return _bind(problem, n, q.device, backend, known_answer, extra, heads_first=_heads_first)
+    return _bind(problem, n, q.device, backend, known_answer, extra, lse=_lse)
 
 
 # ------------------------------------------------------------------ varlen
-def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale, softcap,
-           alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, _heads_first=False, known_answer=True) -> Bound:
+def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal, window_size, softmax_scale,
+           softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, _lse=OURS,
+           known_answer=True) -> Bound:
     f = Faults("attention_varlen")
     ok = f.queries_and_keys(q, k, v, (3,))
-    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
+    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend,
+                  q.shape[-1] if ok else None)
     max_q, max_k = f.integer("max_seqlen_q", max_seqlen_q), f.integer("max_seqlen_k", max_seqlen_k)
     batch = 0
     if f.lengths("cu_seqlens_q", cu_seqlens_q, q):
@@ -356,13 +368,13 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
     problem = _problem("varlen", q, k, (q.shape[1], k.shape[1]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(max_q, max_k),
                        sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, alibi_slopes, sinks),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    return _bind(problem, n, q.device, backend, known_answer, extra, heads_first=_heads_first)
+    return _bind(problem, n, q.device, backend, known_answer, extra, lse=_lse)
 
 
 # ------------------------------------------------------------------ paged
-def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved, kv_layout,
-          k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant,
-          backend, _counting=AFTER, _heads_first=False, known_answer=True) -> Bound:
+def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved,
+          kv_layout, k_scale, v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse,
+          num_splits, batch_invariant, backend, _counting=AFTER, _lse=OURS, known_answer=True) -> Bound:
     f = Faults("attention_paged")
     hnd = f.choice("kv_layout", kv_layout, ("NHD", "HND")) == "HND"
     ragged = cu_seqlens_q is not None
@@ -370,7 +382,8 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     if not ok and isinstance(q, Tensor) and q.dim() == 3:
         f.value("cu_seqlens_q", "the prefix sums of a ragged q (Tq, Hq, D)", None)
     caches = _caches(f, q, k_cache, v_cache)
-    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend, q.shape[-1] if ok else None)
+    n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend,
+                  q.shape[-1] if ok else None)
     n = n._replace(interleaved=f.boolean("rotary_interleaved", rotary_interleaved))
     batch = None
     if ragged:
@@ -407,11 +420,13 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     f.out(out, (*q.shape[:-1], dv), q, (q, k_cache, v_cache, k, v, alibi_slopes, sinks))
     f.raise_any()
 
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q,
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens,
+               "cu_seqlens_q": cu_seqlens_q,
                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes, "sinks": sinks}
     flags, notes = _copies(tensors, ("rotary_cos", "rotary_sin"))
     if k is not None and (flags[1] or flags[2]):
-        f.value("k_cache" if flags[1] else "v_cache", "a last stride of 1, to append to", (k_cache if flags[1] else v_cache).stride())
+        f.value("k_cache" if flags[1] else "v_cache", "a last stride of 1, to append to",
+                (k_cache if flags[1] else v_cache).stride())
         f.raise_any()
     max_k = block_table.shape[1] * page
     n = n._replace(max_q=max_q, max_k=max_k, notes=notes, scores=batch * hq * max_q * max_k)
@@ -423,11 +438,11 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
             return (tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2), *tensors[3:]) if hnd else tensors
 
     problem = _problem("paged", q, k_cache, (hq, hkv), (d, dv), n, page_size=page, q_len=q_len_class(max_q, None),
-                       sinks=sinks is not None, alibi=alibi_slopes is not None, rotary=rotary_cos is not None, append=k is not None,
-                       kv_scale=k_scale is not None or v_scale is not None,
+                       sinks=sinks is not None, alibi=alibi_slopes is not None, rotary=rotary_cos is not None,
+                       append=k is not None, kv_scale=k_scale is not None or v_scale is not None,
                        grad=_needs_grad(q, k_cache, v_cache, k, v, alibi_slopes, sinks, k_scale, v_scale, rotary_cos, rotary_sin),
                        out_dtype=dtype_name((q if out is None else out).dtype))
-    return _bind(problem, n, q.device, backend, known_answer, extra, _counting, _heads_first)
+    return _bind(problem, n, q.device, backend, known_answer, extra, _counting, _lse)
 
 
 def _caches(f: Faults, like: Any, k_cache: Any, v_cache: Any) -> bool:
@@ -541,13 +556,15 @@ def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) 
         elif not items:
             f.value(name, "at least one state", "none")
         elif any((t.shape, t.dtype, t.device) != (items[0].shape, items[0].dtype, items[0].device) for t in items):
-            f.value(name, "tensors of one shape, dtype and device", [f"{tuple(t.shape)} {dtype_name(t.dtype)} {t.device}" for t in items])
+            f.value(name, "tensors of one shape, dtype and device",
+                    [f"{tuple(t.shape)} {dtype_name(t.dtype)} {t.device}" for t in items])
         else:
             stacked.append(torch.stack(items))
     f.raise_any()
     outs, lses = stacked
     key = ("merge", outs.shape, outs.stride(), outs.dtype, outs.device, lses.shape, lses.stride(), lses.dtype, lses.device,
-           None if sinks is None else (getattr(sinks, "shape", None), getattr(sinks, "dtype", None), getattr(sinks, "device", None)),
+           None if sinks is None else (getattr(sinks, "shape", None), getattr(sinks, "dtype", None),
+                                       getattr(sinks, "device", None)),
            _needs_grad(outs, lses, sinks), backend, registry.current_order(), config.call_state())
     bound = memo.get(key)
     if bound is None:
@@ -629,8 +646,9 @@ def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
 def example_call(bound: Bound, arguments: dict[str, Any]) -> Call:
     """The Call that a backend would receive for these arguments."""
     n, a = bound.normal, arguments
-    common = dict(softmax_scale=n.scale, causal=n.causal, window_left=n.left, window_right=n.right, softcap=n.softcap, max_seqlen_q=n.max_q,
-                  max_seqlen_k=n.max_k, out=a["out"], return_lse=n.lse, num_splits=n.num_splits, batch_invariant=n.invariant)
+    common = dict(softmax_scale=n.scale, causal=n.causal, window_left=n.left, window_right=n.right, softcap=n.softcap,
+                  max_seqlen_q=n.max_q, max_seqlen_k=n.max_k, out=a["out"], return_lse=n.lse, num_splits=n.num_splits,
+                  batch_invariant=n.invariant)
     layout = bound.problem.layout
     if layout == "dense":
         names = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "out")
@@ -640,8 +658,10 @@ def example_call(bound: Bound, arguments: dict[str, Any]) -> Call:
         names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")
         given = [a[name] for name in names]
         return Call(**common, **dict(zip(names, bound.extra(*given) if bound.extra else given)))
-    names = ("q", "k_cache", "v_cache", "block_table", "kv_lens", "cu_seqlens_q", "k", "v", "rotary_cos", "rotary_sin", "alibi_slopes", "sinks")
-    fields = ("q", "k", "v", "block_table", "kv_lens", "cu_seqlens_q", "k_new", "v_new", "rotary_cos", "rotary_sin", "alibi_slopes", "sinks")
+    names = ("q", "k_cache", "v_cache", "block_table", "kv_lens", "cu_seqlens_q", "k", "v", "rotary_cos", "rotary_sin",
+             "alibi_slopes", "sinks")
+    fields = ("q", "k", "v", "block_table", "kv_lens", "cu_seqlens_q", "k_new", "v_new", "rotary_cos", "rotary_sin",
+              "alibi_slopes", "sinks")
     given = [a[name] for name in names]
     return Call(**common, rotary_interleaved=n.interleaved, k_scale=a["k_scale"], v_scale=a["v_scale"],
                 **dict(zip(fields, bound.extra(*given) if bound.extra else given)))

@@ -74,14 +74,16 @@ def _rows(x: Tensor | None) -> tuple[int, int, int]:
 def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: int, k: Tensor, v: Tensor, out: Tensor | None, *,
            k_new: Tensor | None = None, v_new: Tensor | None = None, table: Tensor | None = None, lengths=(None, None, None, None),
            bias: Tensor | None = None, alibi: Tensor | None = None, k_scale=None, v_scale=None, cos: Tensor | None = None,
-           sin: Tensor | None = None, interleaved: bool = False, invariant: bool = False, counting: int = 0, lse: Tensor | None = None) -> bytes:
+           sin: Tensor | None = None, interleaved: bool = False, invariant: bool = False, counting: int = 0,
+           lse: Tensor | None = None, lse_form: int = 0) -> bytes:
     """struct Shape of params.h."""
     fields = (
         kind, batch, heads_q, k.shape[-2], k.shape[-1], v.shape[-1], _type(q), _type(k), _type(q if out is None else out), len_q, len_k,
         k.shape[1] if k.dim() == 4 else 0, k.shape[0], 0 if table is None or table.dim() < 2 else table.shape[1], *_rows(q), *_rows(out), *((0, 0, 0) if lse is None else (0, *lse.stride())[-3:]), *_rows(k), *_rows(v), *_rows(k_new), *_rows(v_new),
         *((0, 0) if table is None else (0, *table.stride())[-2:]), *((-1, 0, 0, 0, 0) if bias is None else (_type(bias), *bias.stride())),
         *((0, 0) if alibi is None else (0, *alibi.stride())[-2:]), *_scale_strides(k_scale), *_scale_strides(v_scale), _is_64(table),
-        *map(_is_64, lengths), counting, *((0, 0, 0, 0, 0) if cos is None else (cos.shape[-1], interleaved, _type(cos), cos.stride(0), sin.stride(0))),
+        *map(_is_64, lengths), counting, lse_form,
+        *((0, 0, 0, 0, 0) if cos is None else (cos.shape[-1], interleaved, _type(cos), cos.stride(0), sin.stride(0))),
         invariant)
     return struct.pack(f"{len(fields)}q", *fields)
 
@@ -106,7 +108,7 @@ def _bind(call: Call, bound, out: Tensor) -> None:
     """What all calls of this bound share."""
     lib = library.library()
     lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
-    lse = lse.mT.contiguous() if call.heads_first else lse
+    lse = lse.mT.contiguous() if call.lse_form else lse
     ragged, paged = call.cu_seqlens_q is not None, call.block_table is not None
     if paged:
         batch = call.block_table.shape[0]
@@ -120,7 +122,7 @@ def _bind(call: Call, bound, out: Tensor) -> None:
         k_new=call.k_new, v_new=call.v_new, table=call.block_table,
         lengths=(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens), bias=call.bias, alibi=call.alibi_slopes,
         k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,
-        invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.heads_first else lse)
+        invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.lse_form else lse, lse_form=call.lse_form)
     state["out"], state["lse"] = tuple(out.shape), tuple(lse.shape)  # a torch.Size takes longer to read
     state["values"] = _values(call.k.dtype).data_ptr() if call.k.element_size() == 1 else 0
     state["run"] = lib.pa_attention

@@ -213,7 +213,7 @@ void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const floa
   const float sink = p.a.sinks ? p.a.sinks[head] : -kInf;
   const bool empty = sum == 0 && top == -kInf;
   if (empty) {
-    lse = sink;
+    lse = s.lse_form == kFlashAttn2 && !p.a.sinks ? kInf : sink;
   } else {
     const float both = sink > top ? sink : top, mine = both == top ? 1.0f : std::exp(top - both);
     const float total = sum * mine + (sink == -kInf ? 0.0f : std::exp(sink - both));

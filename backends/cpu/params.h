@@ -9,6 +9,7 @@ namespace pa {
 
 enum Kind : int64_t { kDense = 0, kVarlen = 1, kPaged = 2, kPagedRagged = 3 };
 enum Counting : int64_t { kAfter = 0, kBefore = 1, kPrefixSums = 2 };  // portattn/dialect.py
+enum LseForm : int64_t { kOurs = 0, kHeadsFirst = 1, kFlashAttn2 = 2 };  // likewise; the order of axes is in the strides
 
 struct Shape {
   int64_t kind, batch, heads_q, heads_kv, dim, dim_v;
@@ -23,7 +24,7 @@ struct Shape {
   int64_t alibi[2];             // sequence, head
   int64_t k_scale[2], v_scale[2];
   int64_t table_64, cu_q_64, cu_k_64, used_64, lens_64;  // 1: int64, 0: int32
-  int64_t counting;  // what lens count
+  int64_t counting, lse_form;  // what lens count; what the lse of a row that sees no key is
   int64_t rotary_half, rotary_interleaved, rotary_type, cos, sin;
   int64_t invariant;
 };

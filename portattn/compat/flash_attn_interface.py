@@ -1,8 +1,8 @@
 """The module flash_attn_interface (FlashAttention 3) on portattn: same parameters in the same order, same returns.
 
 Hints, accepted and without effect on results: num_splits, pack_gqa, sm_margin, scheduler_metadata, deterministic. qv raises.
-attention_chunk cuts sequences into chunks (_chunks.py). Descales multiply q, k and v as FlashAttention 3's do for 8-bit inputs, whatever the dtype; 8-bit caches are
-read by a q of 16 or 32 bits. lse is (B, H, S) or (H, T), -inf where a row sees no key.
+attention_chunk cuts sequences into chunks (_chunks.py). Descales multiply q, k and v as FlashAttention 3's do for 8-bit inputs,
+whatever the dtype; 8-bit caches are read by a q of 16 or 32 bits. lse is (B, H, S) or (H, T), -inf where a row sees no key.
 """
 
 from __future__ import annotations
@@ -10,139 +10,123 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_paged, attention_varlen, merge_states
-from ..dialect import heads_first, lengths
-from . import _chunks
-from ._translate import ANY, kvcache, plain_kvcache, refuse, sequence_of, window
+from ..api import attention, attention_varlen, merge_states
+from ..dialect import HEADS_FIRST, lengths, lse_as
+from . import _chunks, _kvcache
+from ._translate import ANY, refuse, sequence_of, window
 
-__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
-           "get_scheduler_metadata"]
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+           "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
 _NO_QV = "wanted None: a second query against v (absorbed MLA) is one head_dim in portattn: concatenate q with qv, and k with v"
 
 
-def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-                    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+                    window_size=ANY, attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+                    sm_margin=0, return_attn_probs=False):
     """q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D) -> out, or (out, lse (B, Hq, Sq)). Descales are (B, Hkv)."""
     if qv is not None:
         refuse("flash_attn_func", "qv", qv, _NO_QV)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale)
-    softcap = softcap if softcap > 0 else 0.0
+    options = dict(softmax_scale=softmax_scale, causal=bool(causal),
+                   window_size=window_size if window_size is ANY else window(window_size),
+                   softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
     if attention_chunk:
         chunk, (batch, len_q, len_k) = _chunks.check("flash_attn_func", attention_chunk), (*q.shape[:2], k.shape[1])
         starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        got = _chunks.varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * len_q, starts * len_k, len_q, len_k, chunk,
-                             softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size), softcap=softcap,
-                             return_lse=return_attn_probs, num_splits=num_splits)
-        got = tuple(x.unflatten(0, (batch, len_q)) for x in got) if return_attn_probs else got.unflatten(0, (batch, len_q))
+        got = _chunks.varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * len_q, starts * len_k, len_q, len_k,
+                             chunk, **options)
+        back = lambda x: x.unflatten(0, (batch, len_q))
+        got = (back(got[0]), lse_as(HEADS_FIRST, back(got[1]))) if return_attn_probs else back(got)
     else:
-        got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size), softcap=softcap,
-                        return_lse=return_attn_probs, num_splits=num_splits)
-    return _finished(got, return_attn_probs, v_descale)
+        got = attention(q, k, v, **options, _lse=HEADS_FIRST)
+    return got if v_descale is None else _descaled(got, return_attn_probs, v_descale)
 
 
-def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-                              attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False):
+def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
+                              window_size=ANY, attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
+                              return_attn_probs=False):
     """`flash_attn_func` of qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 Hkv, D)."""
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(2)
     else:
         if num_heads_q is None:
-            refuse("flash_attn_qkvpacked_func", "num_heads_q", num_heads_q, "wanted the number of query heads of a 4-dimensional qkv")
+            refuse("flash_attn_qkvpacked_func", "num_heads_q", num_heads_q,
+                   "wanted the number of query heads of a 4-dimensional qkv")
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
-    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-                           sm_margin=sm_margin, deterministic=deterministic, return_attn_probs=return_attn_probs)
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
+                           softcap, sm_margin=sm_margin, deterministic=deterministic, return_attn_probs=return_attn_probs)
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
-                           causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
-                           softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False):
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+                           softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+                           window_size=ANY, attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+                           sm_margin=0, return_attn_probs=False):
     """q (Tq, Hq, D), k, v (Tk, Hkv, D) -> out, or (out, lse (Hq, Tq)). seqused_q, seqused_k (B,): rows in use of each sequence;
     the out and lse of rows of q that are not in use are 0 and -inf."""
     if qv is not None:
         refuse("flash_attn_varlen_func", "qv", qv, _NO_QV)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale, cu_seqlens_q)
-    cu_given = cu_seqlens_q
-    if seqused_q is not None:
-        q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, seqused_q)
-    call, more = attention_varlen, {}
-    if attention_chunk:
-        call, more = _chunks.varlen, dict(chunk=_chunks.check("flash_attn_varlen_func", attention_chunk))
-    got = call(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k, softmax_scale=softmax_scale,
-               causal=bool(causal), window_size=window(window_size), softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs,
-               num_splits=num_splits, **more)
-    if seqused_q is not None:
-        out, lse = got if return_attn_probs else (got, None)
-        out = out[back].masked_fill(~used[:, None, None], 0.0)
-        got = (out, lse[back].masked_fill(~used[:, None], float("-inf"))) if return_attn_probs else out
-    return _finished(got, return_attn_probs, v_descale, cu_given)
+    options = dict(seqused_k=seqused_k, softmax_scale=softmax_scale, causal=bool(causal),
+                   window_size=window_size if window_size is ANY else window(window_size),
+                   softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
+    if seqused_q is None and not attention_chunk:
+        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), **options,
+                               _lse=HEADS_FIRST)
+    else:
+        got = _of_rows_in_use(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_q,
+                              _chunks.check("flash_attn_varlen_func", attention_chunk), options)
+    return got if v_descale is None else _descaled(got, return_attn_probs, v_descale, cu_seqlens_q)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
                             cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
-                            cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-                            cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+                            cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+                            cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+                            max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
                             q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-                            softmax_scale=None, causal=False, window_size=ANY, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-                            scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False):
+                            softmax_scale=None, causal=False, window_size=ANY, attention_chunk=0, softcap=0.0,
+                            rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+                            return_softmax_lse=False):
     """q (B, Sq, Hq, D), or (Tq, Hq, D) with cu_seqlens_q, over caches (B, Smax, Hkv, D), or pages (N, P, Hkv, D) with page_table.
 
-    Returns out, or (out, lse (B, Hq, Sq) or (Hq, Tq), and two empty tensors: FlashAttention 3's partial results). As FlashAttention
-    2's function of this name (portattn.compat.flash_attn); k, v may be ragged by cu_seqlens_k_new, rotary_seqlens replaces
-    cache_seqlens as the rotary position.
+    Returns out, or (out, lse (B, Hq, Sq) or (Hq, Tq), and two empty tensors: FlashAttention 3's partial results). As
+    FlashAttention 2's function of this name (portattn.compat.flash_attn); k, v may be ragged by cu_seqlens_k_new, rotary_seqlens
+    replaces cache_seqlens as the rotary position.
     """
     if qv is not None:
         refuse("flash_attn_with_kvcache", "qv", qv, _NO_QV)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
-    if page_table is not None and cache_batch_idx is not None:  # FlashAttention 3 names rows of the table so; 2 refuses the two together
+    if page_table is not None and cache_batch_idx is not None:  # rows of the table; FlashAttention 2 refuses the two together
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    if type(causal) is not bool:
-        causal = bool(causal)
-    if window_size is not ANY:
-        window_size = window(window_size)
-    softcap = softcap if softcap > 0 else 0.0
-    plain = None
-    if cache_leftpad is None and cu_seqlens_q is None and cu_seqlens_k_new is None and not attention_chunk and (k is None) is (v is None) and (
-            rotary_cos is None or k is not None and rotary_seqlens is None and (causal or window_size != ANY or q.shape[1] == 1)):
-        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, page_table, cache_batch_idx)
-    if plain is None:
-        q, k_cache, v_cache, page_table, lens, k, v, rotary_cos, rotary_sin, counting = kvcache(
-            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-            rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale, bool(attention_chunk))
-    else:
-        page_table, lens, counting = plain
-        if rotary_cos is not None and k_descale is None and v_descale is None:  # each name that is passed costs up to 0.2 us
-            got = attention_paged(q, k_cache, v_cache, page_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-                                  rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                                  softcap=softcap, num_splits=num_splits, return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
-            return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
-        if rotary_cos is None and rotary_sin is None:
-            got = attention_paged(q, k_cache, v_cache, page_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
-                                  window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
-                                  return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
-            return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
     if attention_chunk:
-        got = _chunks.paged(q, k_cache, v_cache, page_table, lens, _chunks.check("flash_attn_with_kvcache", attention_chunk),
-                            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
-                            window_size=window_size, softcap=softcap, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
+        chunk, causal, window_size = _chunks.check("flash_attn_with_kvcache", attention_chunk), bool(causal), window(window_size)
+        q, k_cache, v_cache, page_table, lens, *_ = _kvcache.translated(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+            rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale,
+            append_first=True)
+        got = _chunks.paged(q, k_cache, v_cache, page_table, lens, chunk, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+                            softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                            softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
                             return_lse=return_softmax_lse)
-        got = (got[0], heads_first(got[1])) if return_softmax_lse else got
+        got = (got[0], lse_as(HEADS_FIRST, got[1])) if return_softmax_lse else got
     else:
-        got = attention_paged(q, k_cache, v_cache, page_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k=k, v=v,
-                              rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-                              softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, num_splits=num_splits,
-                              k_scale=k_descale, v_scale=v_descale, return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
+        got = _kvcache.attend(HEADS_FIRST, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+                              cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+                              num_splits, return_softmax_lse, None, k_descale, v_descale, cu_seqlens_q, max_seqlen_q,
+                              cu_seqlens_k_new, rotary_seqlens)
     return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
 
 
 def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: Tensor,
-                           qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
-                           cache_leftpad: Tensor | None = None, page_size: int | None = None, max_seqlen_k_new=0, causal=False,
-                           window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
+                           qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q: Tensor | None = None,
+                           cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+                           page_size: int | None = None, max_seqlen_k_new=0, causal=False, window_size=ANY, attention_chunk=0,
+                           has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
     """An empty int32 tensor: the schedule is each backend's own affair, and scheduler_metadata is a hint that changes nothing."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
@@ -171,16 +155,30 @@ def _scaled(q: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, cu_se
     return (q.float() * _per_row(factor, q, cu_seqlens)).to(q.dtype)
 
 
-def _finished(got, with_lse: bool, v_descale: Tensor | None, cu_seqlens: Tensor | None = None):
+def _descaled(got, with_lse: bool, v_descale: Tensor, cu_seqlens: Tensor | None = None):
     out, lse = got if with_lse else (got, None)
-    if v_descale is not None:
-        out = (out.float() * _per_row(v_descale, out, cu_seqlens)).to(out.dtype)
-    return (out, heads_first(lse)) if with_lse else out
+    out = (out.float() * _per_row(v_descale, out, cu_seqlens)).to(out.dtype)
+    return (out, lse) if with_lse else out
+
+
+def _of_rows_in_use(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+                    max_seqlen_k: int, used: Tensor | None, chunk: int, options: dict):
+    """attention_varlen of q's rows in use, `used` (B,) of each sequence, all of them if None; in chunks, unless chunk is 0."""
+    if used is not None:
+        q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, used)
+    call, more = (_chunks.varlen, (chunk,)) if chunk else (attention_varlen, ())
+    got = call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *more, **options)
+    out, lse = got if options["return_lse"] else (got, None)
+    if used is not None:
+        out = out[back].masked_fill(~used[:, None, None], 0.0)
+        lse = lse if lse is None else lse[back].masked_fill(~used[:, None], float("-inf"))
+    return out if lse is None else (out, lse_as(HEADS_FIRST, lse))
 
 
 def _packed(q: Tensor, cu_seqlens: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q's rows in use, moved together: (rows (Tq, Hq, D), their cu_seqlens, each given row's place among them, whether it is in use)."""
-    cu_used = torch.nn.functional.pad(torch.minimum(used.to(cu_seqlens.dtype), lengths(cu_seqlens)).cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
+    """q's rows in use, moved together: (rows (Tq, Hq, D), their cu_seqlens, each given row's place there, whether it is in use)."""
+    lens = torch.minimum(used.to(cu_seqlens.dtype), lengths(cu_seqlens))
+    cu_used = torch.nn.functional.pad(lens.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
     last = max(q.shape[0] - 1, 0)
     sequence, place = sequence_of(q.shape[0], cu_used)
     source = (cu_seqlens[sequence] + place).clamp(0, last)

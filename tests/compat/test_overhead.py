@@ -26,27 +26,28 @@ CALLS = 8  # in a row: a look at the clock costs 0.05 us
 pytestmark = pytest.mark.skipif(not os.environ.get("PORTATTN_TEST_OVERHEAD"), reason="feature: set PORTATTN_TEST_OVERHEAD=1 on a quiet machine")
 
 BATCH, PAGE = 2, 4
-Q, KEYS = torch.randn(BATCH, 1, 2, 16), torch.randn(BATCH, 8, 1, 16)
-ROWS, KEY_ROWS = Q.flatten(0, 1), KEYS.flatten(0, 1)
+Q, *KEYS = torch.randn(BATCH, 1, 2, 16), torch.randn(BATCH, 8, 1, 16), torch.randn(BATCH, 8, 1, 16)
+ROWS, *KEY_ROWS = (x.flatten(0, 1) for x in (Q, *KEYS))
 QKV, KV = torch.randn(BATCH, 8, 3, 2, 16), torch.randn(BATCH, 8, 2, 1, 16)
-NEW, ANGLES = torch.randn(BATCH, 1, 1, 16), torch.randn(8, 8)
-PAGES = torch.randn(4, PAGE, 1, 16)
+NEW = dict(k=torch.randn(BATCH, 1, 1, 16), v=torch.randn(BATCH, 1, 1, 16))
+TURNED = NEW | dict(rotary_cos=torch.randn(8, 8), rotary_sin=torch.randn(8, 8))
+PAGES = [torch.randn(4, PAGE, 1, 16), torch.randn(4, PAGE, 1, 16)]
 TABLE, OWN_ROWS = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
 LENS, LENS_AFTER, FIVES, SIXES = (torch.tensor(x, dtype=torch.int32) for x in ([5, 3], [6, 4], [5, 5], [6, 6]))
 CU_Q, CU_K, CU_PAGES = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 8, 16], [0, 5, 8]))
 OUT, INDICES = torch.empty_like(ROWS), torch.tensor([0, 1], dtype=torch.int32)
 PACKED, HALVES = QKV.unbind(2), KV.unbind(2)
-RAGGED, PACKED_ROWS = (ROWS, KEY_ROWS, KEY_ROWS, CU_Q, CU_K, 1, 8), QKV.flatten(0, 1)
+RAGGED, PACKED_ROWS = (ROWS, *KEY_ROWS, CU_Q, CU_K, 1, 8), QKV.flatten(0, 1)
 SPLIT_ROWS = PACKED_ROWS.unbind(1)
-OVER_PAGES = (ROWS, PAGES, PAGES, TABLE, LENS)
+OVER_PAGES = (ROWS, *PAGES, TABLE, LENS)
 
 FORMS = {  # name: (the translated call, the native call that computes the same)
-    "dense": (lambda: fa2.flash_attn_func(Q, KEYS, KEYS, causal=True), lambda: attention(Q, KEYS, KEYS, causal=True)),
-    "dense, FlashAttention 3": (lambda: fa3.flash_attn_func(Q, KEYS, KEYS, causal=True), lambda: attention(Q, KEYS, KEYS, causal=True)),
-    "dense, with lse": (lambda: fa2.flash_attn_func(Q, KEYS, KEYS, causal=True, return_attn_probs=True),
-                        lambda: attention(Q, KEYS, KEYS, causal=True, return_lse=True)),
-    "dense, with lse, FlashAttention 3": (lambda: fa3.flash_attn_func(Q, KEYS, KEYS, causal=True, return_attn_probs=True),
-                                          lambda: attention(Q, KEYS, KEYS, causal=True, return_lse=True)),
+    "dense": (lambda: fa2.flash_attn_func(Q, *KEYS, causal=True), lambda: attention(Q, *KEYS, causal=True)),
+    "dense, FlashAttention 3": (lambda: fa3.flash_attn_func(Q, *KEYS, causal=True), lambda: attention(Q, *KEYS, causal=True)),
+    "dense, with lse": (lambda: fa2.flash_attn_func(Q, *KEYS, causal=True, return_attn_probs=True),
+                        lambda: attention(Q, *KEYS, causal=True, return_lse=True)),
+    "dense, with lse, FlashAttention 3": (lambda: fa3.flash_attn_func(Q, *KEYS, causal=True, return_attn_probs=True),
+                                          lambda: attention(Q, *KEYS, causal=True, return_lse=True)),
     "dense, qkv in one tensor": (lambda: fa2.flash_attn_qkvpacked_func(QKV, causal=True), lambda: attention(*PACKED, causal=True)),
     "dense, k and v in one tensor": (lambda: fa2.flash_attn_kvpacked_func(Q, KV, causal=True), lambda: attention(Q, *HALVES, causal=True)),
     "varlen": (lambda: fa2.flash_attn_varlen_func(*RAGGED, causal=True), lambda: attention_varlen(*RAGGED, causal=True)),
@@ -56,34 +57,34 @@ FORMS = {  # name: (the translated call, the native call that computes the same)
     "varlen, qkv in one tensor": (lambda: fa2.flash_attn_varlen_qkvpacked_func(PACKED_ROWS, CU_K, 8, causal=True),
                                   lambda: attention_varlen(*SPLIT_ROWS, CU_K, CU_K, 8, 8, causal=True)),
     "varlen with a block table": (
-        lambda: fa2.flash_attn_varlen_func(ROWS, PAGES, PAGES, CU_Q, CU_PAGES, 1, 8, causal=True, block_table=TABLE),
+        lambda: fa2.flash_attn_varlen_func(ROWS, *PAGES, CU_Q, CU_PAGES, 1, 8, causal=True, block_table=TABLE),
         lambda: attention_paged(*OVER_PAGES, cu_seqlens_q=CU_Q, max_seqlen_q=1, causal=True)),
-    "vLLM's varlen": (lambda: vllm.flash_attn_varlen_func(ROWS, KEY_ROWS, KEY_ROWS, 1, CU_Q, 8, CU_K, causal=True),
+    "vLLM's varlen": (lambda: vllm.flash_attn_varlen_func(ROWS, *KEY_ROWS, 1, CU_Q, 8, CU_K, causal=True),
                       lambda: attention_varlen(*RAGGED, causal=True)),
     "vLLM's varlen over pages": (
-        lambda: vllm.flash_attn_varlen_func(q=ROWS, k=PAGES, v=PAGES, out=OUT, cu_seqlens_q=CU_Q, max_seqlen_q=1, seqused_k=LENS, max_seqlen_k=8,
+        lambda: vllm.flash_attn_varlen_func(q=ROWS, k=PAGES[0], v=PAGES[1], out=OUT, cu_seqlens_q=CU_Q, max_seqlen_q=1, seqused_k=LENS, max_seqlen_k=8,
                                             softmax_scale=0.25, causal=True, block_table=TABLE, fa_version=2),
         lambda: attention_paged(*OVER_PAGES, cu_seqlens_q=CU_Q, max_seqlen_q=1, out=OUT, causal=True, softmax_scale=0.25)),
     "kvcache of ragged queries over pages, FlashAttention 3": (
-        lambda: fa3.flash_attn_with_kvcache(ROWS, PAGES, PAGES, cache_seqlens=LENS, page_table=TABLE, cu_seqlens_q=CU_Q, max_seqlen_q=1, causal=True),
+        lambda: fa3.flash_attn_with_kvcache(ROWS, *PAGES, cache_seqlens=LENS, page_table=TABLE, cu_seqlens_q=CU_Q, max_seqlen_q=1, causal=True),
         lambda: attention_paged(*OVER_PAGES, cu_seqlens_q=CU_Q, max_seqlen_q=1, causal=True)),
     "kvcache with cache_batch_idx": (
-        lambda: fa2.flash_attn_with_kvcache(Q, KEYS, KEYS, cache_seqlens=LENS, cache_batch_idx=INDICES, causal=True),
-        lambda: attention_paged(Q, KEYS, KEYS, OWN_ROWS, LENS, causal=True)),
+        lambda: fa2.flash_attn_with_kvcache(Q, *KEYS, cache_seqlens=LENS, cache_batch_idx=INDICES, causal=True),
+        lambda: attention_paged(Q, *KEYS, OWN_ROWS, LENS, causal=True)),
     "kvcache over pages with lse": (
-        lambda: fa2.flash_attn_with_kvcache(Q, PAGES, PAGES, cache_seqlens=LENS, block_table=TABLE, causal=True, return_softmax_lse=True),
+        lambda: fa2.flash_attn_with_kvcache(Q, *PAGES, cache_seqlens=LENS, block_table=TABLE, causal=True, return_softmax_lse=True),
         lambda: attention_paged(Q, *OVER_PAGES[1:], causal=True, return_lse=True)),
 }
 for fa, at in ((fa2, "block_table"), (fa3, "page_table")):
     of = "kvcache" if fa is fa2 else "FlashAttention 3's kvcache"
     for cache, keys, table, given in (("pages", PAGES, TABLE, {at: TABLE}), ("a contiguous cache", KEYS, OWN_ROWS, {})):
         for lens, length, before, after in (("", LENS, LENS, LENS_AFTER), (", one length for all", 5, FIVES, SIXES)):
-            for new, now, options in (("", before, {}), (" with an append", after, dict(k=NEW, v=NEW)),
-                                      (" with a turned append", after, dict(k=NEW, v=NEW, rotary_cos=ANGLES, rotary_sin=ANGLES))):
+            for new, now, options in (("", before, {}), (" with an append", after, NEW),
+                                      (" with a turned append", after, TURNED)):
                 turned = dict(rotary_interleaved=True) if "rotary_cos" in options else {}
                 FORMS[f"{of} over {cache}{new}{lens}"] = (
-                    partial(fa.flash_attn_with_kvcache, Q, keys, keys, cache_seqlens=length, causal=True, **options, **given),
-                    partial(attention_paged, Q, keys, keys, table, now, causal=True, **options, **turned))
+                    partial(fa.flash_attn_with_kvcache, Q, *keys, cache_seqlens=length, causal=True, **options, **given),
+                    partial(attention_paged, Q, *keys, table, now, causal=True, **options, **turned))
 
 
 def _result(got):

@@ -7,7 +7,7 @@ import torch
 from toys import toy
 
 import portattn
-from portattn import ArgumentError, ArgumentTypeError, NoBackendError, api, reference
+from portattn import ArgumentError, ArgumentTypeError, NoBackendError, api, recent, reference
 
 SCALES = torch.ones(2)
 
@@ -149,28 +149,30 @@ def test_a_cached_call_does_not_hide_a_fault():
 
 
 @pytest.fixture
-def recent():
-    """A paged call that is found by what the last calls were, without a key."""
-    api._forget_recent()
-    for _ in range(3):
-        paged()
-    if not api._Guards:
+def known():
+    """Calls that are recognised by their tensors, without a key."""
+    if not recent._Guards:
         pytest.skip("package: this torch has other guards, keys do")
-    assert api._recent
+    for call, kinds in ((dense, api._recent_dense), (varlen, api._recent_varlen), (paged, api._recent_paged)):
+        kinds.forget()
+        for _ in range(3):
+            call()
+        assert kinds.kinds, call.__name__
 
 
-@pytest.mark.parametrize("call, changed, name, kind", [f for f in FAULTS if f[0] is paged],
-                         ids=[f"{f[2]}-{i}" for i, f in enumerate(f for f in FAULTS if f[0] is paged)])
-def test_a_call_like_the_last_ones_does_not_hide_a_fault(recent, call, changed, name, kind):
+@pytest.mark.parametrize("call, changed, name, kind", [f for f in FAULTS if f[0] is not append],
+                         ids=[f"{f[0].__name__}-{f[2]}-{i}" for i, f in enumerate(f for f in FAULTS if f[0] is not append)])
+def test_a_call_like_the_last_ones_does_not_hide_a_fault(known, call, changed, name, kind):
     test_a_fault_names_the_argument(call, changed, name, kind)
 
 
 @pytest.mark.parametrize("changed", [
     dict(q=torch.randn(2, 3, 4, 8)), dict(k_cache=torch.randn(6, 2, 4, 8).transpose(1, 2)), dict(block_table=torch.arange(6).view(2, 3)),
     dict(kv_lens=torch.tensor([5, 12])), dict(causal=True), dict(softmax_scale=0.5), dict(return_lse=True), dict(window_size=(2, 0)), dict(sinks=torch.ones(4)),
-    dict(out=torch.empty(2, 1, 4, 8)), dict(k_scale=0.5, v_scale=2.0), dict(batch_invariant=True),
+    dict(out=torch.empty(2, 1, 4, 8)), dict(k_scale=0.5, v_scale=2.0), dict(k_scale=torch.tensor(0.5), v_scale=2.0), dict(batch_invariant=True),
+    dict(k=torch.randn(2, 1, 2, 8), v=torch.randn(2, 1, 2, 8)), dict(alibi_slopes=torch.rand(4)), dict(kv_layout="NHD"),
 ], ids=lambda x: next(iter(x)))
-def test_a_call_that_differs_from_the_last_ones_in_one_thing_is_itself(recent, changed):
+def test_a_call_that_differs_from_the_last_ones_in_one_thing_is_itself(known, changed):
     alike = dict(q=torch.randn(2, 1, 4, 8), k_cache=torch.randn(6, 4, 2, 8), v_cache=torch.randn(6, 4, 2, 8)) | changed
     got = paged(**alike)
     want = reference.attention_paged(alike.pop("q"), alike.pop("k_cache"), alike.pop("v_cache"),
@@ -179,7 +181,7 @@ def test_a_call_that_differs_from_the_last_ones_in_one_thing_is_itself(recent, c
     torch.testing.assert_close(got[0] if changed.get("return_lse") else got, want[0].float())
 
 
-def test_what_the_last_calls_were_keeps_no_tensor_alive(recent):
+def test_what_the_last_calls_were_keeps_no_tensor_alive(known):
     q = torch.randn(2, 1, 4, 8)
     gone = weakref.ref(q)
     for _ in range(3):
@@ -188,19 +190,42 @@ def test_what_the_last_calls_were_keeps_no_tensor_alive(recent):
     assert gone() is None
 
 
-def test_another_backend_is_asked_after_the_order_changed(recent):
+def test_another_backend_is_asked_after_the_order_changed(known):
     with portattn.use("sdpa"):
         assert portattn.plan(portattn.attention_paged, torch.randn(2, 1, 4, 8), torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 8),
                              torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([5, 12], dtype=torch.int32)).choice.backend == "sdpa"
         paged()
 
 
-def test_what_wants_a_gradient_is_not_taken_for_what_does_not(recent):
+def test_what_wants_a_gradient_is_not_taken_for_what_does_not(known):
     q = torch.randn(2, 1, 4, 8, requires_grad=True)
     with pytest.raises(NoBackendError, match="grad"):
         paged(q=q)
     with torch.no_grad():
         paged(q=q)
+
+
+def test_what_needed_no_gradient_under_no_grad_needs_one_without(known):
+    q = torch.randn(2, 1, 4, 8, requires_grad=True)
+    with torch.no_grad():
+        for _ in range(4):
+            paged(q=q)
+    with pytest.raises(NoBackendError, match="grad"):
+        paged(q=q)
+
+
+def test_kinds_of_calls_that_take_turns_are_recognised_and_no_guard_is_made_where_none_can_match():
+    if not recent._Guards:
+        pytest.skip("package: this torch has other guards, keys do")
+    api._recent_dense.forget()
+    for _ in range(3):
+        dense()
+        dense(causal=True)
+    assert len(api._recent_dense.kinds) == 2
+    k = torch.randn(2, 9, 2, 8)
+    for _ in range(3):
+        dense(k=k, v=k)  # the same tensor twice: by its key, as ever
+    assert len(api._recent_dense.kinds) == 2
 
 
 def test_an_unknown_keyword_is_pythons_own_error():

@@ -2,8 +2,8 @@
 
 What differs from portattn and is translated: lse is (B, H, S) or (H, T), and +inf where a row sees no key; cache_seqlens counts
 before an append; q's rotary position; softcap <= 0 and negative windows are off. What FlashAttention 2 leaves open or gets wrong
-(page sizes that are not multiples of 256, table entries past a length, NaN in unused slots, softcap on AMD) follows portattn's contract.
-`deterministic` and `num_splits` are hints: every backend repeats itself bit for bit. Dropout raises.
+(page sizes that are not multiples of 256, table entries past a length, NaN in unused slots, softcap on AMD) follows portattn's
+contract. `deterministic` and `num_splits` are hints: every backend repeats itself bit for bit. Dropout raises.
 """
 
 from __future__ import annotations
@@ -12,68 +12,69 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_paged, attention_varlen
-from ...dialect import AFTER, PREFIX_SUMS
+from ...dialect import AFTER, FLASH_ATTN_2, PREFIX_SUMS
 from ...errors import PortattnError
-from .._translate import ANY, kvcache, lse_of_fa2, plain_kvcache, refuse, refuse_dropout, window
+from .. import _kvcache
+from .._translate import ANY, refuse, refuse_dropout, window
 
 __all__ = [
-    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=ANY, softcap=0.0, alibi_slopes=None,
                     deterministic=False, return_attn_probs=False):
     """q (B, Sq, Hq, D), k, v (B, Sk, Hkv, D) -> out, or (out, lse (B, Hq, Sq), an empty tensor: the dropout mask)."""
     if dropout_p:
         refuse_dropout("flash_attn_func", dropout_p)
-    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal), window_size=window(window_size),
-                    softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs, _heads_first=True)
+    got = attention(q, k, v, softmax_scale=softmax_scale, causal=bool(causal),
+                    window_size=window_size if window_size is ANY else window(window_size),
+                    softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+                    _lse=FLASH_ATTN_2)
     return _with_probs(got) if return_attn_probs else got
 
 
-def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-                              deterministic=False, return_attn_probs=False):
+def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=ANY, softcap=0.0,
+                              alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """`flash_attn_func` of qkv (B, S, 3, H, D)."""
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                           return_attn_probs)
 
 
-def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-                             deterministic=False, return_attn_probs=False):
+def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=ANY, softcap=0.0,
+                             alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """`flash_attn_func` of q and kv (B, Sk, 2, Hkv, D)."""
     k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                           return_attn_probs)
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-                           window_size=ANY, softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-                           block_table=None):
-    """q (Tq, Hq, D), k, v (Tk, Hkv, D) -> out, or (out, lse (Hq, Tq), an empty tensor). With block_table (B, M), k and v are pages
-    (N, P, Hkv, D) of any page size and cu_seqlens_k gives their lengths only."""
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                           causal=False, window_size=ANY, softcap=0.0, alibi_slopes=None, deterministic=False,
+                           return_attn_probs=False, block_table=None):
+    """q (Tq, Hq, D), k, v (Tk, Hkv, D) -> out, or (out, lse (Hq, Tq), an empty tensor). With block_table (B, M), k and v are
+    pages (N, P, Hkv, D) of any page size and cu_seqlens_k gives their lengths only."""
     if dropout_p:
         refuse_dropout("flash_attn_varlen_func", dropout_p)
-    if type(causal) is not bool:
-        causal = bool(causal)
-    if window_size is not ANY:
-        window_size = window(window_size)
-    if type(max_seqlen_q) is not int:
-        max_seqlen_q = int(max_seqlen_q)
+    window_size = window_size if window_size is ANY else window(window_size)
     if block_table is None:
-        if type(max_seqlen_k) is not int:
-            max_seqlen_k = int(max_seqlen_k)
-        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
-                               window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
-                               return_lse=return_attn_probs, _heads_first=True)
+        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
+                               softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size,
+                               softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+                               _lse=FLASH_ATTN_2)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         options = dict(causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
         out, *rest = _ForwardOnly.apply(q, k, v, lambda *pages: flash_attn_varlen_func(
-            *pages, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, block_table=block_table, **options))
+            *pages, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, block_table=block_table,
+            **options))
         return (out, *rest) if return_attn_probs else out
     else:
-        got = attention_paged(q, k, v, block_table, cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-                              softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap if softcap > 0 else 0.0,
-                              alibi_slopes=alibi_slopes, return_lse=return_attn_probs, _counting=PREFIX_SUMS, _heads_first=True)
+        got = attention_paged(q, k, v, block_table, cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
+                              softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size,
+                              softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+                              _counting=PREFIX_SUMS, _lse=FLASH_ATTN_2)
     return _with_probs(got) if return_attn_probs else got
 
 
@@ -86,72 +87,54 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise PortattnError("flash_attn_varlen_func: no gradients over a block_table, which no backend computes (nor does flash-attn): call it "
-                            "under torch.no_grad(), or without block_table")
+        raise PortattnError("flash_attn_varlen_func: no gradients over a block_table, which no backend computes (nor does "
+                            "flash-attn): call it under torch.no_grad(), or without block_table")
 
 
-def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-                                     softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
+                                     window_size=ANY, softcap=0.0, alibi_slopes=None, deterministic=False,
+                                     return_attn_probs=False):
     """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-                                  softcap, alibi_slopes, deterministic, return_attn_probs)
-
-
-def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-                                    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-                                    return_attn_probs=False):
-    """`flash_attn_varlen_func` of q and kv (Tk, 2, Hkv, D)."""
-    k, v = kv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
                                   window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens: int | Tensor | None = None,
-                            cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-                            softmax_scale=None, causal=False, window_size=ANY, softcap=0.0, rotary_interleaved=True, alibi_slopes=None,
-                            num_splits=0, return_softmax_lse=False):
+def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                                    softmax_scale=None, causal=False, window_size=ANY, softcap=0.0, alibi_slopes=None,
+                                    deterministic=False, return_attn_probs=False):
+    """`flash_attn_varlen_func` of q and kv (Tk, 2, Hkv, D)."""
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
+                            cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+                            cache_leftpad: Tensor | None = None, block_table: Tensor | None = None, softmax_scale=None,
+                            causal=False, window_size=ANY, softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+                            return_softmax_lse=False):
     """q (B, Sq, Hq, D) over caches (B, Smax, Hkv, D), or pages (N, P, Hkv, D) with block_table -> out, or (out, lse (B, Hq, Sq)).
 
     k, v (B, Snew, Hkv, D) are written at cache_seqlens, cache_seqlens + 1, … first. q turns at the same positions if causal or
     windowed, else all of it at cache_seqlens. Keys before cache_leftpad are not seen; cache_batch_idx names each sequence's row.
     """
-    if type(causal) is not bool:
-        causal = bool(causal)
-    if window_size is not ANY:
-        window_size = window(window_size)
-    plain = None
-    if cache_leftpad is None and (k is None) is (v is None) and (
-            rotary_cos is None or k is not None and (causal or window_size != ANY or q.shape[1] == 1)):
-        plain = plain_kvcache("flash_attn_with_kvcache", q, k_cache, k, cache_seqlens, block_table, cache_batch_idx)
-    if plain is None:
-        q, k_cache, v_cache, block_table, lens, k, v, rotary_cos, rotary_sin, counting = kvcache(
-            "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, rotary_interleaved, causal, window_size)
-    else:
-        block_table, lens, counting = plain
-        if rotary_cos is None and rotary_sin is None:  # each name that is passed costs up to 0.2 us
-            got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
-                                  window_size=window_size, softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes,
-                                  num_splits=num_splits, return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
-            return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
-    got = attention_paged(q, k_cache, v_cache, block_table, lens, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-                          rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                          softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, num_splits=num_splits,
-                          return_lse=return_softmax_lse, _counting=counting, _heads_first=True)
-    return (got[0], lse_of_fa2(got[1])) if return_softmax_lse else got
+    return _kvcache.attend(FLASH_ATTN_2, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+                           cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+                           num_splits, return_softmax_lse, alibi_slopes)
 
 
 def _with_probs(got: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """flash-attn's third result exists with dropout only; without, it is empty."""
-    return got[0], lse_of_fa2(got[1]), got[0].new_empty(0)
+    return *got, got[0].new_empty(0)
 
 
 # ------------------------------------------------------------------ private names that ring-attention code imports
-def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax):
+def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                        return_softmax):
     """(out, lse (B, Hq, Sq), an empty tensor, an empty tensor): the two are the dropout mask and its random state."""
-    out, lse, probs = flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes,
-                                      return_attn_probs=True)
+    out, lse, probs = flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
+                                      alibi_slopes, return_attn_probs=True)
     return out, lse, probs, torch.empty(0, dtype=torch.int64, device=q.device)
 
 
@@ -165,11 +148,13 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
     if leftpad_k is not None:
         refuse(call, "leftpad_k", leftpad_k, "wanted None: shift cu_seqlens_k, or use flash_attn_with_kvcache's cache_leftpad")
     options = dict(softmax_scale=softmax_scale, causal=bool(causal), window_size=window((window_size_left, window_size_right)),
-                   softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes, return_lse=True, num_splits=num_splits, _heads_first=True)
+                   softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes, return_lse=True, num_splits=num_splits,
+                   _lse=FLASH_ATTN_2)
     if block_table is None:
-        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k, **options)
+        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
+                                    seqused_k=seqused_k, **options)
     else:
         lens, counting = (cu_seqlens_k, PREFIX_SUMS) if seqused_k is None else (seqused_k, AFTER)
-        out, lse = attention_paged(q, k, v, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q), _counting=counting,
-                                   **options)
-    return out, lse_of_fa2(lse), q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
+        out, lse = attention_paged(q, k, v, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
+                                   _counting=counting, **options)
+    return out, lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)

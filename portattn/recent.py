@@ -1,0 +1,79 @@
+"""What the last few kinds of call of a function were, recognised without a key.
+
+An engine's calls are alike, layer after layer. torch's guards compare types, dtypes, devices, shapes, strides and requires_grad
+of all tensors of a call in one C call, a few tenths of a microsecond where a key of them costs three. They keep no tensor alive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import config, registry
+
+try:
+    from torch._C._dynamo.guards import TensorGuards as _Guards
+except ImportError:
+    _Guards = None
+
+OPTIONS = 64  # sets of options that are kept
+KINDS = 8  # kinds of tensors that are kept with each, looked at one after the other
+_WAITING = 4
+_is_compiling = torch.compiler.is_compiling
+_grad_mode = torch.is_grad_enabled
+_order = registry.current_order
+_state = config.call_state
+
+
+class Recent:
+    """The kinds of call of one function that are known by sight, each with what was decided for it."""
+
+    __slots__ = ("kinds", "_waiting")
+
+    def __init__(self) -> None:
+        self.forget()
+        registry._listeners.append(self.forget)
+
+    def forget(self) -> None:
+        self.kinds: dict[tuple, tuple[tuple, ...]] = {}  # replaced, never changed: threads read it
+        self._waiting: tuple[Any, ...] = ()
+
+    def find(self, options: tuple, tensors: tuple) -> Any:
+        """What was kept for a call with these options and tensors like these; None if nothing was, or where torch.compile traces.
+
+        1 equals True here, so a function whose errors tell them apart has to tell them apart in `options`.
+        """
+        if _is_compiling():
+            return None
+        try:
+            for check, kept in self.kinds.get((options, _order(), _state(), _grad_mode()), ()):
+                if check(*tensors):
+                    return kept
+        except TypeError:  # an option that is mutable, or something that is no tensor: validation says what is wrong
+            pass
+        return None
+
+    def keep(self, options: tuple, tensors: tuple, kept: Any, decided: Any) -> None:
+        """Has the next such call find `kept`, if what was `decided` is among the last few decisions: guards cost 10 us to make.
+
+        The same tensor at two places is no match to guards: such calls go on by their keys.
+        """
+        global _Guards
+        if not _Guards:
+            return
+        if decided not in self._waiting:
+            self._waiting = (decided, *self._waiting[: _WAITING - 1])
+        elif all(isinstance(x, Tensor) for x in tensors) and len({*map(id, tensors)}) == len(tensors):
+            try:
+                check = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+                if check(*tensors):
+                    key, kinds = (options, _order(), _state(), _grad_mode()), dict(self.kinds)
+                    kinds[key] = ((check, kept), *kinds.pop(key, ())[: KINDS - 1])
+                    self.kinds = dict(list(kinds.items())[-OPTIONS:])
+            except Exception:  # not the interface that this torch has: keys will do
+                _Guards = None
+
+
+__all__ = ["Recent"]
