@@ -27,6 +27,14 @@ _order = registry.current_order
 _state = config.call_state
 
 
+def _apart(options: tuple, tensors: tuple) -> tuple[tuple, tuple]:
+    """The tensors each once, as guards want them, and options that say where they all were."""
+    places = {id(x): n for n, x in enumerate(tensors)}
+    if len(places) == len(tensors):
+        return options, tensors
+    return (options, *(places[id(x)] for x in tensors)), tuple(tensors[n] for n in places.values())
+
+
 class Recent:
     """The kinds of call of one function that are known by sight, each with what was decided for it."""
 
@@ -52,20 +60,18 @@ class Recent:
                 if check(*tensors):
                     return kept
         except TypeError:  # an option that is mutable, or something that is no tensor: validation says what is wrong
-            pass
-        return None
+            return None
+        return self.find(*_apart(options, tensors)) if len({*map(id, tensors)}) < len(tensors) else None
 
     def keep(self, options: tuple, tensors: tuple, kept: Any, decided: Any) -> None:
-        """Has the next such call find `kept`, if what was `decided` is among the last few decisions: guards cost 10 us to make.
-
-        The same tensor at two places is no match to guards: such calls go on by their keys.
-        """
+        """Has the next such call find `kept`, if what was `decided` is among the last few decisions: guards cost 10 us to make."""
         global _Guards
         if not _Guards:
             return
         if decided not in self._waiting:
             self._waiting = (decided, *self._waiting[: _WAITING - 1])
-        elif all(isinstance(x, Tensor) for x in tensors) and len({*map(id, tensors)}) == len(tensors):
+        elif all(isinstance(x, Tensor) for x in tensors):
+            options, tensors = _apart(options, tensors)
             try:
                 check = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
                 if check(*tensors):

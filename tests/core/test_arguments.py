@@ -214,7 +214,7 @@ def test_what_needed_no_gradient_under_no_grad_needs_one_without(known):
         paged(q=q)
 
 
-def test_kinds_of_calls_that_take_turns_are_recognised_and_no_guard_is_made_where_none_can_match():
+def test_kinds_of_calls_that_take_turns_are_recognised():
     if not recent._Guards:
         pytest.skip("package: this torch has other guards, keys do")
     api._recent_dense.forget()
@@ -222,10 +222,17 @@ def test_kinds_of_calls_that_take_turns_are_recognised_and_no_guard_is_made_wher
         dense()
         dense(causal=True)
     assert len(api._recent_dense.kinds) == 2
-    k = torch.randn(2, 9, 2, 8)
-    for _ in range(3):
-        dense(k=k, v=k)  # the same tensor twice: by its key, as ever
-    assert len(api._recent_dense.kinds) == 2
+
+
+def test_one_tensor_at_several_places_is_told_from_several_tensors():
+    if not recent._Guards:
+        pytest.skip("package: this torch has other guards, keys do")
+    api._recent_dense.forget()
+    x, y, z = torch.randn(3, 1, 5, 2, 8)
+    for _ in range(4):
+        for q, k, v in ((x, y, y), (x, y, x), (x, x, x), (x, x, y), (x, y, z)):
+            torch.testing.assert_close(portattn.attention(q, k, v), reference.attention(q, k, v)[0].float())
+    assert len(api._recent_dense.kinds) == 5
 
 
 def test_an_unknown_keyword_is_pythons_own_error():
