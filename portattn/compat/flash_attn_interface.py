@@ -29,18 +29,16 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
         refuse("flash_attn_func", "qv", qv, _NO_QV)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale)
-    options = dict(softmax_scale=softmax_scale, causal=bool(causal),
-                   window_size=window_size if window_size is ANY else window(window_size),
-                   softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
+    causal, softcap = bool(causal), softcap if softcap > 0 else 0.0
+    if window_size is not ANY:
+        window_size = window(window_size)
     if attention_chunk:
-        chunk, (batch, len_q, len_k) = _chunks.check("flash_attn_func", attention_chunk), (*q.shape[:2], k.shape[1])
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        got = _chunks.varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * len_q, starts * len_k, len_q, len_k,
-                             chunk, **options)
-        back = lambda x: x.unflatten(0, (batch, len_q))
-        got = (back(got[0]), lse_as(HEADS_FIRST, back(got[1]))) if return_attn_probs else back(got)
+        got = _chunks.dense(q, k, v, _chunks.check("flash_attn_func", attention_chunk), softmax_scale=softmax_scale, causal=causal,
+                            window_size=window_size, softcap=softcap, return_lse=return_attn_probs, num_splits=num_splits)
+        got = (got[0], lse_as(HEADS_FIRST, got[1])) if return_attn_probs else got
     else:
-        got = attention(q, k, v, **options, _lse=HEADS_FIRST)
+        got = attention(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+                        return_lse=return_attn_probs, num_splits=num_splits, _lse=HEADS_FIRST)
     return got if v_descale is None else _descaled(got, return_attn_probs, v_descale)
 
 
@@ -70,15 +68,18 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         refuse("flash_attn_varlen_func", "qv", qv, _NO_QV)
     if q_descale is not None or k_descale is not None:
         q = _scaled(q, q_descale, k_descale, cu_seqlens_q)
-    options = dict(seqused_k=seqused_k, softmax_scale=softmax_scale, causal=bool(causal),
-                   window_size=window_size if window_size is ANY else window(window_size),
-                   softcap=softcap if softcap > 0 else 0.0, return_lse=return_attn_probs, num_splits=num_splits)
-    if seqused_q is None and not attention_chunk:
-        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), **options,
-                               _lse=HEADS_FIRST)
-    else:
+    causal, softcap = bool(causal), softcap if softcap > 0 else 0.0
+    if window_size is not ANY:
+        window_size = window(window_size)
+    if seqused_q is not None or attention_chunk:
         got = _of_rows_in_use(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_q,
-                              _chunks.check("flash_attn_varlen_func", attention_chunk), options)
+                              _chunks.check("flash_attn_varlen_func", attention_chunk), seqused_k=seqused_k,
+                              softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+                              return_lse=return_attn_probs, num_splits=num_splits)
+    else:
+        got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k,
+                               softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+                               return_lse=return_attn_probs, num_splits=num_splits, _lse=HEADS_FIRST)
     return got if v_descale is None else _descaled(got, return_attn_probs, v_descale, cu_seqlens_q)
 
 
@@ -162,13 +163,13 @@ def _descaled(got, with_lse: bool, v_descale: Tensor, cu_seqlens: Tensor | None 
 
 
 def _of_rows_in_use(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                    max_seqlen_k: int, used: Tensor | None, chunk: int, options: dict):
+                    max_seqlen_k: int, used: Tensor | None, chunk: int, return_lse: bool, **options):
     """attention_varlen of q's rows in use, `used` (B,) of each sequence, all of them if None; in chunks, unless chunk is 0."""
     if used is not None:
         q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, used)
     call, more = (_chunks.varlen, (chunk,)) if chunk else (attention_varlen, ())
-    got = call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *more, **options)
-    out, lse = got if options["return_lse"] else (got, None)
+    got = call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *more, return_lse=return_lse, **options)
+    out, lse = got if return_lse else (got, None)
     if used is not None:
         out = out[back].masked_fill(~used[:, None, None], 0.0)
         lse = lse if lse is None else lse[back].masked_fill(~used[:, None], float("-inf"))
