@@ -6,7 +6,7 @@ A capability is data from a manifest. Whether a backend takes a problem is decid
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from .problem import FEATURES, Problem
 
@@ -103,8 +103,16 @@ def unmet(capability: Capability, problem: Problem) -> tuple[Reason, ...]:
     want(p.arch in c.arch, "arch", c.arch, p.arch or "unknown")
     want(p.layout in c.layouts, "layout", "|".join(c.layouts), p.layout)
     want(p.dtype in c.dtypes, "dtype", "|".join(c.dtypes), p.dtype)
-    if p.layout == "merge_states":
-        return tuple(no)
+    if p.layout != "merge_states":
+        _of_heads(c, p, want)
+    for name in FEATURES:
+        if getattr(p, name) and name not in c.features:
+            no.append(Reason(name, "without", name, _FEATURE_FIX.get(name, "")))
+    return tuple(no)
+
+
+def _of_heads(c: Capability, p: Problem, want: Callable[..., None]) -> None:
+    """What a problem with queries and keys, or with a cache, wants besides."""
     kv_dtypes = (p.dtype, *c.kv_dtypes)
     want(p.kv_dtype in kv_dtypes, "kv_dtype", "|".join(kv_dtypes), p.kv_dtype)
     want(p.head_dim in c.head_dims, "head_dim", c.head_dims, p.head_dim)
@@ -119,10 +127,6 @@ def unmet(capability: Capability, problem: Problem) -> tuple[Reason, ...]:
             want(group in c.groups, "group", c.groups, group)
     if p.page_size:
         want(p.page_size in c.page_sizes, "page_size", c.page_sizes, p.page_size)
-    for name in FEATURES:
-        if getattr(p, name) and name not in c.features:
-            no.append(Reason(name, "without", name, _FEATURE_FIX.get(name, "")))
-    return tuple(no)
 
 
 _FEATURE_FIX = {

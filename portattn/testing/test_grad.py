@@ -126,6 +126,36 @@ def test_where_undeclared_a_gradient_is_declined(target: Target, case: Case) -> 
         raise Dishonest("grad is declared, but no finite gradient came")
 
 
+@rule("C-GRAD")
+def test_gradients_of_a_merge(target: Target) -> None:
+    """Of outs, lses and sinks, through out and lse; a row without keys has none. Or NoBackendError."""
+    draw = target.draw("merge")
+    outs, lses, sinks = draw.normal(3, 2, 5, 4, 16), draw.normal(3, 2, 5, 4, gain=2.0), draw.normal(4)
+    lses[1, 0] = lses[:, 1, 2] = -float("inf")
+    sinks[0] = -float("inf")
+    given = [x.requires_grad_() for x in (outs, lses, sinks)]
+    try:
+        out, lse = target.merge_states(outs, lses, sinks=sinks)
+    except portattn.NoBackendError as error:
+        if "grad" in {r.code for r in target.judge(error)}:
+            return
+        raise
+    if not out.requires_grad or not lse.requires_grad:
+        raise Mismatch("inputs require grad, the results do not: silently detached")
+    wide = [x.detach().double().cpu().requires_grad_() for x in given]
+    logits = torch.cat([wide[1], wide[2].expand(1, 2, 5, 4)])
+    weights = logits.masked_fill(logits.isneginf().all(0), 0.0).softmax(0)[:-1]
+    weights = torch.where(wide[1].isneginf(), 0.0, weights)
+    want = (weights[..., None] * wide[0]).sum(0), logits.logsumexp(0)
+    weight_of_lse = torch.where(want[1].detach().isneginf(), 0.0, 1.0)
+    loss = lambda out, lse, factor: (out.sin().sum() + torch.where(factor > 0, lse, 0.0).sin().sum())
+    expected = torch.autograd.grad(loss(*want, weight_of_lse), wide)
+    got = torch.autograd.grad(loss(out, lse, weight_of_lse.to(out.device)), given)
+    for name, a, b in zip(("outs", "lses", "sinks"), got, expected):
+        if not torch.allclose(a.double().cpu(), b.nan_to_num(), rtol=1e-4, atol=1e-5):
+            raise Mismatch(f"gradient of {name}: off by {float((a.double().cpu() - b).abs().max()):g}")
+
+
 @rule("C-GRAD", "dense-f32-h4x2-d32-q5k9")
 def test_out_with_an_input_that_requires_grad_is_an_argument_error(target: Target, case: Case) -> None:
     call = target.build(case)
