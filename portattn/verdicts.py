@@ -305,7 +305,7 @@ def _append(bound: Any, device: torch.device):
 def _merge(bound: Any, device: torch.device):
     p: Problem = bound.problem
     gen = torch.Generator("cpu").manual_seed(22)
-    outs, lses = _random(gen, p.dtype, 3, 4, 2, p.head_dim_v), torch.randn(3, 4, 2, generator=gen, device="cpu")
+    outs, lses = _random(gen, p.dtype, 3, 4, 2, p.head_dim_v), _random(gen, "float32", 3, 4, 2)
     lses[1, 0], outs[1, 0] = -math.inf, math.nan
     weight = torch.softmax(lses.to(torch.float64), 0)[..., None]
     want = torch.where(weight > 0, outs.to(torch.float64) * weight, 0.0).sum(0), lses.to(torch.float64).logsumexp(0)

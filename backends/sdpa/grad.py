@@ -198,7 +198,7 @@ def varlen(
     rest = q.shape[0] - starts_q[-1]
     if rest or not parts:
         parts.append(q.new_zeros(rest, q.shape[1], v.shape[2]))
-        parts_lse.append(torch.full((rest, q.shape[1]), -INF, device=q.device))
+        parts_lse.append(torch.full((rest, q.shape[1]), -INF, dtype=torch.float32, device=q.device))
     return torch.cat(parts), torch.cat(parts_lse)
 
 
@@ -227,8 +227,8 @@ def varlen_lengths(r: lengths.Ragged, k: Tensor, v: Tensor, starts_k: Tensor, ru
             rows.append((r.starts[b] + i).masked_fill(exists.logical_not(), total))
     if not parts:
         nothing = r.q[:0].sum()  # keeps the result a part of the graph
-        return r.q.new_zeros(total, hq, dim_v) + nothing, torch.full((total, hq), -INF, device=device) + nothing.float()
+        return r.q.new_zeros(total, hq, dim_v) + nothing, torch.full((total, hq), -INF, dtype=torch.float32, device=device) + nothing.float()
     to = (torch.cat(rows),)
     out = r.q.new_zeros(total + 1, hq, dim_v).index_put(to, torch.cat(parts))
-    lse = torch.full((total + 1, hq), -INF, device=device).index_put(to, torch.cat(parts_lse))
+    lse = torch.full((total + 1, hq), -INF, dtype=torch.float32, device=device).index_put(to, torch.cat(parts_lse))
     return out[:total], lse[:total]

@@ -14,7 +14,7 @@ from . import arith
 from .tiled import INF, Rules
 
 MOST_SCORES = 1 << 14  # batch x heads x Sq x Sk
-_ZERO = torch.zeros(1, device="cpu")
+_ZERO = torch.zeros(1, dtype=torch.float32, device="cpu")
 _LEAST = torch.finfo(torch.float32).min
 
 

@@ -185,7 +185,7 @@ class Tile:
             self.rows = like.new_empty(rows, dtype=work)
             self.scores = like.new_empty(scores, dtype=work if self.half else torch.float32)
             self.narrow = like.new_empty(scores, dtype=work) if work != torch.float32 and not self.half else None
-            self.factor = torch.full((1,), self.alpha, device="cpu")
+            self.factor = torch.full((1,), self.alpha, dtype=torch.float32, device="cpu")
 
     def fold(self, q: Tensor) -> Tensor:
         """q (nb, r, nh, G, D) as (nb * nh, G * r, D) in the working dtype."""
