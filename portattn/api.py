@@ -1,8 +1,8 @@
 """The calls: validate -> Problem and Call -> the backend that the registry bound -> its result.
 
-A call like one of the last few is recognised by its tensors (recent.py, below 1 us). Any other makes a key of everything
+A call like one of the last few is recognised by its tensors (recent.py, about 1 us). Any other makes a key of everything
 that its validity and the choice of backend depend on: shapes, strides, dtypes, devices, options. A key met before costs
-one dictionary lookup (about 3 us in all); a new one is validated (validate.py) and bound (registry.py). Values on the
+one dictionary lookup (3 to 4 us in all); a new one is validated (validate.py) and bound (registry.py). Values on the
 device are looked at only under PORTATTN_CHECK=1.
 """
 
@@ -52,20 +52,17 @@ def _remember(key: tuple | None, bound: Bound, device: torch.device) -> None:
     _memo[key] = bound
 
 
-def _bind_by_key(recent: Recent, options: tuple, tensors: tuple, validator: Any, *arguments: Any) -> Bound:
-    """The binding of a call that `recent` does not know: a remembered one, or one made of all its arguments."""
+def _known_by_key(recent: Recent, options: tuple, tensors: tuple) -> tuple[tuple | None, Bound | None]:
+    """(key, binding) of a call that `recent` does not recognise; no binding if none was remembered, no key if none can be."""
     try:
-        key = (validator, options, _order(), _state(), _grad_mode(),
-               *[(x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors])
+        key = (recent, options, _order(), _state(), _grad_mode() and tuple(x.requires_grad for x in tensors),
+               *[(x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device) for x in tensors])
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
-        bound = key = None
-    if bound is None:
-        bound = validator(*arguments)
-        _remember(key, bound, tensors[0].device)
-    else:
+        return None, None
+    if bound is not None:
         recent.keep(options, tensors, bound, bound)
-    return bound
+    return key, bound
 
 
 def _is_traced(x: Any) -> bool:
@@ -161,9 +158,11 @@ def attention(
                              softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out,
                              return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend,
                              _lse=_lse)
-        bound = _bind_by_key(_recent_dense, options, tensors, validate.dense, q, k, v, causal, window_size, softmax_scale,
-                             softcap, bias, alibi_slopes, sinks, layout, out, return_lse, num_splits, batch_invariant, backend,
-                             _lse)
+        key, bound = _known_by_key(_recent_dense, options, tensors)
+        if bound is None:
+            bound = validate.dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out,
+                                   return_lse, num_splits, batch_invariant, backend, _lse)
+            _remember(key, bound, q.device)
     return _attention(bound, q, k, v, bias, alibi_slopes, sinks, out)
 
 
@@ -248,9 +247,12 @@ def attention_varlen(
                              seqused_k=seqused_k, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
                              softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse,
                              num_splits=num_splits, batch_invariant=batch_invariant, backend=backend, _lse=_lse)
-        bound = _bind_by_key(_recent_varlen, options, tensors, validate.varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                             max_seqlen_k, seqused_k, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out,
-                             return_lse, num_splits, batch_invariant, backend, _lse)
+        key, bound = _known_by_key(_recent_varlen, options, tensors)
+        if bound is None:
+            bound = validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, causal,
+                                    window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits,
+                                    batch_invariant, backend, _lse)
+            _remember(key, bound, q.device)
     return _attention_varlen(bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, out)
 
 
@@ -369,10 +371,13 @@ def attention_paged(
                              causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
                              alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse, num_splits=num_splits,
                              batch_invariant=batch_invariant, backend=backend, _lse=_lse)
-        bound = _bind_by_key(_recent_paged, options, tensors, validate.paged, q, k_cache, v_cache, block_table, kv_lens,
-                             cu_seqlens_q, max_seqlen_q, k, v, rotary_cos, rotary_sin, rotary_interleaved, kv_layout, k_scale,
-                             v_scale, causal, window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse,
-                             num_splits, batch_invariant, backend, _counting, _lse)
+        key, bound = _known_by_key(_recent_paged, options, tensors)
+        if bound is None:
+            bound = validate.paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q, k, v, rotary_cos,
+                                   rotary_sin, rotary_interleaved, kv_layout, k_scale, v_scale, causal, window_size,
+                                   softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant,
+                                   backend, _counting, _lse)
+            _remember(key, bound, q.device)
     if _found is not None:
         _found.append(bound)
     return _attention_paged(bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale,
