@@ -53,7 +53,7 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
             refuse("flash_attn_qkvpacked_func", "num_heads_q", num_heads_q,
                    "wanted the number of query heads of a 4-dimensional qkv")
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
+        q, k, v = qkv.split_with_sizes([num_heads_q, heads_kv, heads_kv], 2)
     return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
                            softcap, sm_margin=sm_margin, deterministic=deterministic, return_attn_probs=return_attn_probs)
 
