@@ -12,6 +12,7 @@ from typing import Any, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import config, registry, validate
@@ -27,7 +28,14 @@ _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
 _order = registry.current_order
 _state = config.call_state
 _make = tuple.__new__  # half the cost of Call(...), which goes through a Python function
-_PLAIN = (Tensor, Parameter)  # other subclasses (fake, functional, wrapper tensors) go through the custom ops
+_PLAIN = (Tensor, Parameter)
+
+# What the dispatcher has on while torch.jit.trace, torch.func or a dispatch mode sees each operator; of modes, those that trace matter.
+_key = lambda name: torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr()
+_tls, _mode, _modes = torch._C._dispatch_tls_local_include_set, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+_PYTHON = _key("Python")
+_WATCHING = _PYTHON | _key("Tracer") | _key("FuncTorchDynamicLayerFrontMode")
+_TRACING_MODES = (_modes.PROXY, _modes.FAKE, _modes.FUNCTIONAL)
 
 _memo: dict[tuple, Bound] = {}
 _MEMO_LIMIT = 4096  # keys; an engine meets some hundreds
@@ -65,9 +73,19 @@ def _known_by_key(recent: Recent, options: tuple, tensors: tuple) -> tuple[tuple
     return key, bound
 
 
-def _is_traced(x: Any) -> bool:
-    """Whether a call goes through a custom op: under torch.compile, and for tensors that are no plain ones."""
-    return _is_compiling() or (type(x) not in _PLAIN and isinstance(x, Tensor))
+def _is_traced(*tensors: Any) -> bool:
+    """Whether a call goes through a custom op: where torch records or transforms operators, which kernels that take pointers are not,
+    and for tensors that are not what their memory holds (fake, wrapper, batched, negated ones). A tangent is an ArgumentError."""
+    if _is_compiling():
+        return True
+    if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise validate.ArgumentError("a tensor with a tangent: wanted gradients by backward() or torch.autograd.grad, "
+                                     "got forward-mode differentiation, which no backend has")
+    watching = _tls().raw_repr() & _WATCHING
+    if watching & ~_PYTHON or (watching and any(map(_mode, _TRACING_MODES))):
+        return True
+    dispatches = lambda x: type(x) not in _PLAIN and torch._C._dispatch_keys(x).raw_repr() & _PYTHON
+    return any(isinstance(x, Tensor) and not x.is_nested and bool(x.is_neg() or dispatches(x)) for x in tensors)
 
 
 def _check_overlap(call: Call) -> None:
@@ -153,7 +171,7 @@ def attention(
         tensors += tuple(x for x in (bias, alibi_slopes, sinks, out) if x is not None)
     bound = _recent_dense.find(options, tensors)
     if bound is None:
-        if _is_traced(q):
+        if _is_traced(*tensors):
             return _compiled(attention, q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
                              softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, layout=layout, out=out,
                              return_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant, backend=backend,
@@ -242,7 +260,7 @@ def attention_varlen(
         tensors += tuple(x for x in (seqused_k, alibi_slopes, sinks, out) if x is not None)
     bound = _recent_varlen.find(options, tensors)
     if bound is None:
-        if _is_traced(q):
+        if _is_traced(*tensors):
             return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                              seqused_k=seqused_k, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
                              softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse,
@@ -363,7 +381,7 @@ def attention_paged(
         tensors += tuple(x for x in more if isinstance(x, Tensor))
     bound = _recent_paged.find(options, tensors)
     if bound is None:
-        if _is_traced(q):
+        if _is_traced(*tensors):
             kv_lens = after(kv_lens, _counting, q, cu_seqlens_q) if _counting else kv_lens
             return _compiled(attention_paged, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=cu_seqlens_q,
                              max_seqlen_q=max_seqlen_q, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -435,7 +453,7 @@ def cache_append(
         >>> cache = torch.zeros(2, 16, 2, 64); new = torch.randn(3, 2, 64)
         >>> cache_append(new, new, cache, cache.clone(), torch.tensor([17, -1, 0]))
     """
-    if _is_traced(k):
+    if _is_traced(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
         return _compiled(cache_append, k, v, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_scale=k_scale,
                          v_scale=v_scale, backend=backend)
     key = None
@@ -496,8 +514,7 @@ def merge_states(
 
     The rule is that of FlashAttention's split-KV combine.
     """
-    first = outs if isinstance(outs, Tensor) else outs[0] if isinstance(outs, (list, tuple)) and outs else None
-    if first is not None and _is_traced(first):
+    if _is_traced(sinks, *(y for x in (outs, lses) for y in (x if isinstance(x, (list, tuple)) else (x,)))):
         return _compiled(merge_states, outs, lses, sinks=sinks, backend=backend)
     bound, outs, lses, sinks = validate.merge_states(outs, lses, sinks, backend, _memo, _remember)
     return bound.adapter.merge_states(outs, lses, sinks, bound)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import config, registry
 
@@ -21,7 +22,7 @@ except ImportError:
 OPTIONS = 64  # sets of options that are kept
 KINDS = 8  # kinds of tensors that are kept with each, looked at one after the other
 _WAITING = 4
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _grad_mode = torch.is_grad_enabled
 _order = registry.current_order
 _state = config.call_state
@@ -53,8 +54,8 @@ class Recent:
 
         1 equals True here, so a function whose errors tell them apart has to tell them apart in `options`.
         """
-        if _is_compiling():
-            return None
+        if _is_compiling() or _modes() or forward_ad._current_level >= 0 or (tensors and getattr(tensors[0], "is_nested", True)):
+            return None  # guards see neither modes nor tangents, and a nested tensor ends the process
         try:
             for check, kept in self.kinds.get((options, _order(), _state(), _grad_mode()), ()):
                 if check(*tensors):

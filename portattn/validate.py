@@ -77,6 +77,9 @@ class Faults:
         if not isinstance(x, Tensor):
             self.type(name, "a tensor", x)
             return False
+        if x.is_nested:
+            self.value(name, "a plain tensor (attention_varlen takes the values and offsets of a nested one)", "a nested one")
+            return False
         if x.layout is not torch.strided:
             self.value(name, "a strided tensor", x.layout)
             return False

@@ -62,7 +62,7 @@ def _reason(v: Verdict) -> Reason:
 
 def first_use(bound: Any, device: torch.device, measuring: bool = True) -> Reason | None:
     """Checks a family the first time; None if it may be used. Without `measuring`, tells only what is known."""
-    if not config.flag("PORTATTN_VERIFY", True):
+    if not config.flag("PORTATTN_VERIFY", True) or device.type == "meta":  # whose tensors hold no values
         return None
     p: Problem = bound.problem
     where = facts(device)

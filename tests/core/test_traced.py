@@ -1,0 +1,80 @@
+"""Kernels take pointers: whatever records, transforms or wraps tensors goes through the custom ops, or is told that it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+
+import portattn
+from portattn import registry
+
+CPU = torch.device("cpu")
+BACKENDS = [name for name in ("sdpa", "cpu") if not registry.probe(name, CPU)]
+Q, K, V = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 16)
+
+
+class Plain(torch.Tensor):
+    """A subclass that does nothing."""
+
+
+def functionalized(f, x):
+    return torch.func.functionalize(f)(x)
+
+
+def traced_by_fx(f, x):
+    return make_fx(f)(torch.zeros_like(x))(x)
+
+
+def traced_by_jit(f, x):
+    return torch.jit.trace(f, (torch.zeros_like(x),), check_trace=False)(x)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", [
+    functionalized, traced_by_fx, traced_by_jit,
+    lambda f, x: torch.func.vmap(f)(x[None])[0],
+    lambda f, x: f(torch._neg_view(-x)),
+    lambda f, x: f(x.as_subclass(Plain)).as_subclass(torch.Tensor),
+    lambda f, x: f(TwoTensor(x, x)).a,
+], ids=["functionalize", "make_fx", "jit", "vmap", "negated", "subclass", "wrapper"])
+@pytest.mark.parametrize("call", [
+    lambda x, backend: portattn.attention(x, K, V, backend=backend),
+    lambda x, backend: portattn.attention(Q, x[:, :, :2], V[:, :5], backend=backend),
+    lambda x, backend: portattn.merge_states([Q, x], [Q[..., 0], Q[..., 1]], backend=backend)[0],
+], ids=["q", "k", "merge"])
+def test_results_are_those_of_plain_tensors(call, way, backend):
+    run = lambda x: call(x, backend)
+    expected = [run(Q + 1) for _ in range(4)][-1]  # such calls are known by sight now
+    torch.testing.assert_close(way(run, Q + 1), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tangent_is_refused_not_dropped(backend):
+    with forward_ad.dual_level():
+        for tensors in ((forward_ad.make_dual(Q, Q), K, V), (Q, K, forward_ad.make_dual(V, V))):
+            with pytest.raises(portattn.ArgumentError, match="tangent"):
+                portattn.attention(*tensors, backend=backend)
+        portattn.attention(Q, K, V, backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    portattn.attention(Q, K, V)
+    with pytest.raises(portattn.ArgumentError, match="q: wanted a plain tensor"):
+        portattn.attention(torch.nested.nested_tensor([torch.randn(4, 2, 16)], layout=layout), K, V)
+
+
+def test_meta_tensors_have_results_of_the_right_kind():
+    q, k = Q.to("meta"), K.to("meta")
+    cu, table, lens = (torch.tensor(x, device="meta") for x in ([0, 5], [[0]], [7]))
+    assert portattn.attention(q, k, k, causal=True).shape == Q.shape
+    out, lse = portattn.attention_varlen(q[0], k[0, :5], k[0, :5], cu, cu, 5, 5, return_lse=True)
+    assert out.shape == Q.shape[1:] and lse.shape == Q.shape[1:3] and out.is_meta and lse.dtype == torch.float32
+    assert portattn.attention_paged(q[:1], k, k, table, lens, k=k[:1, :5], v=k[:1, :5]).is_meta
+    assert portattn.merge_states([q, q], [q[..., 0], q[..., 0]])[0].is_meta
+    portattn.cache_append(k[0], k[0], k, k, torch.arange(7, device="meta"))
