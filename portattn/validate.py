@@ -25,6 +25,8 @@ from .registry import Bound
 _FLOATS = tuple(getattr(torch, name) for name in DTYPES)
 _KV_FLOATS = tuple(getattr(torch, name) for name in KV_DTYPES if hasattr(torch, name))
 _INTS = (torch.int32, torch.int64)
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny  # kernels take numbers as float32
+_WIDEST = (1 << 31) - 1  # a window, or splits, beyond any length
 
 
 class Normal(NamedTuple):
@@ -103,8 +105,9 @@ class Faults:
         if isinstance(x, Tensor) or not isinstance(x, numbers.Real) or isinstance(x, bool):
             self.type(name, "a Python number (a tensor would have to be waited for)" if isinstance(x, Tensor) else "a number", x)
             return 0.0
-        if not math.isfinite(x) or (least is not None and x < least):
-            self.value(name, "a finite number" + ("" if least is None else f" of at least {least:g}"), x)
+        if not -_LARGEST <= x <= _LARGEST or (least is not None and x < least):
+            self.value(name, "a number that is finite in float32" + ("" if least is None else f", at least {least:g}"), x)
+            return 0.0
         return float(x)
 
     def integer(self, name: str, x: Any, least: int = 0) -> int:
@@ -135,8 +138,14 @@ class Faults:
         elif len(x) != 2 or min(x) < -1:
             self.value("window_size", "two ints of at least -1 (-1: unbounded)", tuple(x))
         else:
-            return int(x[0]), int(x[1])
+            return min(int(x[0]), _WIDEST), min(int(x[1]), _WIDEST)
         return -1, -1
+
+    def softcap(self, x: Any, scale: float) -> float:
+        cap = self.number("softcap", x, 0.0)
+        if 0 < cap < _SMALLEST or (cap and abs(scale / cap) > _LARGEST):
+            self.value("softcap", "0.0, or a number for which softmax_scale / softcap is finite in float32", x)
+        return cap
 
     def options(self, causal: Any, window_size: Any, softmax_scale: Any, softcap: Any, return_lse: Any, num_splits: Any,
                 invariant: Any, backend: Any, head_dim: int | None) -> Normal:
@@ -145,8 +154,8 @@ class Faults:
         left, right = self.window(window_size)
         scale = 1 / math.sqrt(head_dim or 1) if softmax_scale is None else self.number("softmax_scale", softmax_scale)
         self.backend(backend)
-        return Normal(scale, causal, left, 0 if causal else right, self.number("softcap", softcap, 0.0),
-                      lse=self.boolean("return_lse", return_lse), num_splits=self.integer("num_splits", num_splits),
+        return Normal(scale, causal, left, 0 if causal else right, self.softcap(softcap, scale),
+                      lse=self.boolean("return_lse", return_lse), num_splits=min(self.integer("num_splits", num_splits), _WIDEST),
                       invariant=self.boolean("batch_invariant", invariant), check=config.flag("PORTATTN_CHECK"))
 
     def backend(self, name: Any) -> None:
@@ -366,6 +375,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
                "alibi_slopes": alibi_slopes, "sinks": sinks}
     flags, notes = _copies(tensors)
+    max_q, max_k = min(max_q, q.shape[0]), min(max_k, k.shape[0])
     n = n._replace(max_q=max_q, max_k=max_k, notes=notes, scores=batch * q.shape[1] * max_q * max_k)
     extra = (lambda *t: _tight(flags, *t)) if any(flags) else None
     problem = _problem("varlen", q, k, (q.shape[1], k.shape[1]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(max_q, max_k),
@@ -400,8 +410,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
         f.shape("block_table", block_table, (batch, None), "of the batch")
     more = _counting == PREFIX_SUMS
     f.lengths("kv_lens", kv_lens, q, batch if batch is None else batch + more, "of the batch")
-    if max_seqlen_q is not None:
-        f.integer("max_seqlen_q", max_seqlen_q)
+    bound = None if max_seqlen_q is None else f.integer("max_seqlen_q", max_seqlen_q)
     if not (ok and caches) or batch is None:
         f.raise_any()
     kv_axis = 1 if hnd else 2
@@ -409,11 +418,10 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     hq, hkv, d, dv = q.shape[-2], k_cache.shape[kv_axis], q.shape[-1], v_cache.shape[-1]
     page = _page_size(f, k_cache, v_cache, hnd)
     max_q = q.shape[0] if ragged else q.shape[1]
-    if max_seqlen_q is not None:
-        if not ragged and isinstance(max_seqlen_q, int) and max_seqlen_q < max_q:
-            f.value("max_seqlen_q", f"at least q's length {max_q}", max_seqlen_q)
-        elif ragged and isinstance(max_seqlen_q, int):
-            max_q = max_seqlen_q
+    if ragged and bound is not None:
+        max_q = min(bound, max_q)  # no sequence is longer than all of q
+    elif bound is not None and bound < max_q and isinstance(max_seqlen_q, numbers.Integral):
+        f.value("max_seqlen_q", f"at least q's length {max_q}", max_seqlen_q)
     _new_tokens(f, q, k, v, hkv, dv, k_cache, v_cache)
     _rotary(f, q, rotary_cos, rotary_sin)
     f.alibi(alibi_slopes, batch, hq, q)

@@ -122,8 +122,27 @@ def test_wrong_numbers(target: Target) -> None:
             ("softcap", {"softcap": -1.0}), ("softcap", {"softcap": math.inf}),
             ("window_size", {"window_size": (-2, 0)}), ("window_size", {"window_size": (1, 2, 3)}),
             ("num_splits", {"num_splits": -1}),
+            # finite for Python, not for kernels
+            ("softmax_scale", {"softmax_scale": 1e300}), ("softmax_scale", {"softmax_scale": 10**400}), ("softcap", {"softcap": 1e39}),
+            ("softcap", {"softcap": 1e-300}), ("softcap", {"softcap": 1e-30, "softmax_scale": 1e30}),
         ):
             hold_error(target, changed(call, **new), named)
+
+
+@rule("C-ERR")
+def test_integers_of_any_size_are_taken(target: Target) -> None:
+    """Windows, splits and bounds past every length, 64 bits or not, are what unbounded ones are."""
+    for base in BASE.values():
+        call = target.build(base)
+        expected = target.run(call)
+        for huge in (1 << 31, 1 << 63, 10**30):
+            new: dict = {"window_size": (huge, huge), "num_splits": huge}
+            if call.function != "attention":
+                new["max_seqlen_q"] = huge
+            if call.function == "attention_varlen":
+                new["max_seqlen_k"] = huge
+            if not torch.allclose(target.run(changed(call, **new)), expected, atol=0.02):
+                raise Mismatch(f"{base}: with {', '.join(new)} = {huge:g}: another result")
 
 
 @rule("C-ERR")
