@@ -123,6 +123,7 @@ def attention(
     batch_invariant: bool = False,
     backend: str | None = None,
     _lse: int = OURS,  # for portattn.compat: dialect.py
+    _found: list[Bound] | None = None,  # for portattn.compat: the binding is put there, to be kept
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over dense tensors: ``softmax(mask(softcap(scale * q k^T) + alibi + bias)) v``.
 
@@ -181,16 +182,18 @@ def attention(
             bound = validate.dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slopes, sinks, layout, out,
                                    return_lse, num_splits, batch_invariant, backend, _lse)
             _remember(key, bound, q.device)
+    if _found is not None:
+        _found.append(bound)
     return _attention(bound, q, k, v, bias, alibi_slopes, sinks, out)
 
 
-def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, **_):
+def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, within=None, **_):
     n, given = bound.normal, out
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None,
                         n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
-                        n.invariant, AFTER, n.lse_form))
+                        n.invariant, AFTER, n.lse_form, within))
     if given is not None:
         _check_overlap(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
@@ -226,6 +229,7 @@ def attention_varlen(
     batch_invariant: bool = False,
     backend: str | None = None,
     _lse: int = OURS,  # for portattn.compat: dialect.py
+    _found: list[Bound] | None = None,  # for portattn.compat: the binding is put there, to be kept
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over ragged batches: sequence b owns rows ``cu_seqlens[b] .. cu_seqlens[b+1]`` of q and of k, v.
 
@@ -271,18 +275,20 @@ def attention_varlen(
                                     window_size, softmax_scale, softcap, alibi_slopes, sinks, out, return_lse, num_splits,
                                     batch_invariant, backend, _lse)
             _remember(key, bound, q.device)
+    if _found is not None:
+        _found.append(bound)
     return _attention_varlen(bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, out)
 
 
 def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=None, alibi_slopes=None, sinks=None, out=None,
-                      **_):
+                      within=None, **_):
     n, given = bound.normal, out
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q,
                         cu_seqlens_k, seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out,
-                        n.lse, n.num_splits, n.invariant, AFTER, n.lse_form))
+                        n.lse, n.num_splits, n.invariant, AFTER, n.lse_form, within))
     if given is not None:
         _check_overlap(call)
     if n.check:
@@ -412,7 +418,7 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
             q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks)
     call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks,
                         cu_seqlens_q, None, None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin,
-                        n.interleaved, k_scale, v_scale, out, n.lse, n.num_splits, n.invariant, n.counting, n.lse_form))
+                        n.interleaved, k_scale, v_scale, out, n.lse, n.num_splits, n.invariant, n.counting, n.lse_form, None))
     if given is not None:
         _check_overlap(call)
     if n.check:

@@ -96,8 +96,10 @@ class Call(NamedTuple):
     return_lse: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
-    counting: int = 0  # what kv_lens count, and the form of the lse (dialect.py): for adapters with DIALECT only
+    # For adapters with DIALECT only (dialect.py):
+    counting: int = 0  # what kv_lens count
     lse_form: int = 0
+    within: tuple[int, int, int] | None = None  # q, k and v are the tensors that hold them, from so many bytes on; strides as bound
 
 
 def dtype_name(dtype: torch.dtype) -> str:

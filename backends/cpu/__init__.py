@@ -140,14 +140,17 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
         call = _tidy(call)
     # One unpacking and no helper for each tensor: a microsecond of a tiny call's eight.
     (q, k, v, scale, causal, left, right, softcap, bias, alibi, sinks, cu_q, cu_k, used, _, _, table, lens, k_new, v_new, cos, sin, _, k_scale, v_scale,
-     out, with_lse, splits, _, _, _) = call
+     out, with_lse, splits, _, _, _, within) = call
     if out is None:
         out = q.new_empty(state["out"])
     lse = q.new_empty(state["lse"], dtype=torch.float32) if with_lse else None
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if within is not None:
+        q_at, k_at, v_at = q_at + within[0], k_at + within[1], v_at + within[2]
     k_scales, k_scale = (0, 1.0) if k_scale is None else _scale(k_scale)
     v_scales, v_scale = (0, 1.0) if v_scale is None else _scale(v_scale)
     args = _ARGS.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if table is None else table.data_ptr(),
+        q_at, k_at, v_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if table is None else table.data_ptr(),
         0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0 if used is None else used.data_ptr(),
         0 if lens is None else lens.data_ptr(), 0 if bias is None else bias.data_ptr(), 0 if alibi is None else alibi.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), 0 if k_new is None else k_new.data_ptr(), 0 if v_new is None else v_new.data_ptr(),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_varlen, merge_states
+from ..api import _attention, attention, attention_varlen, merge_states
 from ..dialect import HEADS_FIRST, lengths, lse_as
-from . import _chunks, _kvcache
+from . import _chunks, _kvcache, _packed
 from ._translate import ANY, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -33,8 +33,9 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     if window_size is not ANY:
         window_size = window(window_size)
     if attention_chunk:
-        got = _chunks.dense(q, k, v, _chunks.check("flash_attn_func", attention_chunk), softmax_scale=softmax_scale, causal=causal,
-                            window_size=window_size, softcap=softcap, return_lse=return_attn_probs, num_splits=num_splits)
+        got = _chunks.dense(q, k, v, _chunks.check("flash_attn_func", attention_chunk), softmax_scale=softmax_scale,
+                            causal=causal, window_size=window_size, softcap=softcap, return_lse=return_attn_probs,
+                            num_splits=num_splits)
         got = (got[0], lse_as(HEADS_FIRST, got[1])) if return_attn_probs else got
     else:
         got = attention(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -47,15 +48,18 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
                               return_attn_probs=False):
     """`flash_attn_func` of qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 Hkv, D)."""
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
+        split = 2
+    elif num_heads_q is None:
+        refuse("flash_attn_qkvpacked_func", "num_heads_q", num_heads_q,
+               "wanted the number of query heads of a 4-dimensional qkv")
     else:
-        if num_heads_q is None:
-            refuse("flash_attn_qkvpacked_func", "num_heads_q", num_heads_q,
-                   "wanted the number of query heads of a 4-dimensional qkv")
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split_with_sizes([num_heads_q, heads_kv, heads_kv], 2)
-    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
-                           softcap, sm_margin=sm_margin, deterministic=deterministic, return_attn_probs=return_attn_probs)
+        split = num_heads_q, heads_kv, heads_kv
+    if q_descale is None and k_descale is None and v_descale is None and not attention_chunk:
+        return _packed.attend(HEADS_FIRST, attention, _attention, split, None, qkv, (), (), softmax_scale, causal, window_size,
+                              softcap, None, return_attn_probs, num_splits=1)
+    return flash_attn_func(*_packed.views_of(qkv, split), softmax_scale, causal, None, q_descale, k_descale, v_descale,
+                           window_size, attention_chunk, softcap, return_attn_probs=return_attn_probs)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
@@ -166,7 +170,7 @@ def _of_rows_in_use(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_se
                     max_seqlen_k: int, used: Tensor | None, chunk: int, return_lse: bool, **options):
     """attention_varlen of q's rows in use, `used` (B,) of each sequence, all of them if None; in chunks, unless chunk is 0."""
     if used is not None:
-        q, cu_seqlens_q, back, used = _packed(q, cu_seqlens_q, used)
+        q, cu_seqlens_q, back, used = _moved_together(q, cu_seqlens_q, used)
     call, more = (_chunks.varlen, (chunk,)) if chunk else (attention_varlen, ())
     got = call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *more, return_lse=return_lse, **options)
     out, lse = got if return_lse else (got, None)
@@ -176,8 +180,8 @@ def _of_rows_in_use(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_se
     return out if lse is None else (out, lse_as(HEADS_FIRST, lse))
 
 
-def _packed(q: Tensor, cu_seqlens: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q's rows in use, moved together: (rows (Tq, Hq, D), their cu_seqlens, each given row's place there, whether it is in use)."""
+def _moved_together(q: Tensor, cu_seqlens: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q's rows in use: (rows (Tq, Hq, D), their cu_seqlens, each given row's place there, whether it is in use)."""
     lens = torch.minimum(used.to(cu_seqlens.dtype), lengths(cu_seqlens))
     cu_used = torch.nn.functional.pad(lens.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
     last = max(q.shape[0] - 1, 0)

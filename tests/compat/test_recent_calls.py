@@ -1,10 +1,12 @@
-"""A translated call that is recognised (portattn/compat/_kvcache.py) answers to everything that may differ from the call before it."""
+"""A translated call that is recognised (portattn/compat/_kvcache.py, _packed.py) answers to everything that may differ from the
+call before it."""
 
 import pytest
 import torch
 
+import portattn
 from portattn import ArgumentError, NoBackendError, recent, reference
-from portattn.compat import _kvcache
+from portattn.compat import _kvcache, _packed
 from portattn.compat import flash_attn as fa2
 from portattn.compat import flash_attn_interface as fa3
 
@@ -157,3 +159,66 @@ def test_checked_mode_checks_a_call_that_was_known_without(monkeypatch):
     monkeypatch.setenv("PORTATTN_CHECK", "1")
     with pytest.raises(ArgumentError, match=r"kv_lens\[1\]: wanted at most 8"):
         decode(cache_seqlens=torch.tensor([5, 9], dtype=INT))
+
+
+# ------------------------------------------------------------------ q, k and v in one tensor
+ROWS = torch.randn(5, 4, 16)
+CU, CU_K = torch.tensor([0, 1, 5], dtype=INT), torch.tensor([0, 4, 5], dtype=INT)
+PACKED = {  # name: (the packed call of x, of the shape given; the three tensors in it)
+    "qkv": (lambda x, **o: fa2.flash_attn_qkvpacked_func(x, **o), (2, 5, 3, 4, 16), lambda x: x.unbind(2)),
+    "kv": (lambda x, **o: fa2.flash_attn_kvpacked_func(Q, x, **o), (2, 5, 2, 2, 16), lambda x: (Q, *x.unbind(2))),
+    "ragged qkv": (lambda x, **o: fa2.flash_attn_varlen_qkvpacked_func(x, CU, 4, **o), (5, 3, 4, 16), lambda x: x.unbind(1)),
+    "ragged kv": (lambda x, **o: fa2.flash_attn_varlen_kvpacked_func(ROWS, x, CU, CU_K, 4, 4, **o), (5, 2, 2, 16),
+                  lambda x: (ROWS, *x.unbind(1))),
+    "ragged kv of q's lengths": (lambda x, **o: fa2.flash_attn_varlen_kvpacked_func(ROWS, x, CU, CU, 4, 4, **o), (5, 2, 2, 16),
+                                 lambda x: (ROWS, *x.unbind(1))),
+    "qkv, 3": (lambda x, **o: fa3.flash_attn_qkvpacked_func(x, **o), (2, 5, 3, 4, 16), lambda x: x.unbind(2)),
+    "heads, 3": (lambda x, **o: fa3.flash_attn_qkvpacked_func(x, num_heads_q=4, **o), (2, 5, 8, 16),
+                 lambda x: x.split([4, 2, 2], 2)),
+}
+
+
+
+def packed_expected(form, x, **options):
+    q, k, v = PACKED[form][2](x)
+    if "ragged" not in form:
+        return reference.attention(q, k, v, causal=True, **options)[0]
+    return reference.attention_varlen(q, k, v, CU, CU_K if form == "ragged kv" else CU, 4, 4, causal=True, **options)[0]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("form", PACKED)
+def test_what_lies_in_one_tensor_is_found_there(form, backend):
+    call, shape, _ = PACKED[form]
+    _packed._recent.forget()
+    with portattn.use(backend):
+        for _ in range(5):
+            x = torch.randn(shape)
+            close(call(x, causal=True), packed_expected(form, x))
+        if recent._Guards:
+            assert bool(_packed._recent.kinds) == (backend == "cpu")
+        whole = torch.randn(4, *shape)
+        close(call(whole[2], causal=True), packed_expected(form, whole[2]))  # does not start where its storage does
+        for x in (torch.randn(*shape[:-1], 32)[..., 8:24], torch.randn(shape[1], shape[0], *shape[2:]).transpose(0, 1)):
+            if x.shape == shape:
+                for _ in range(4):
+                    close(call(x, causal=True), packed_expected(form, x))
+        for options in (dict(softmax_scale=0.5), dict(window_size=(1, 0)), dict(softcap=0.5)):
+            close(call(x, causal=True, **options), packed_expected(form, x, **options))
+
+
+def test_packed_calls_with_lse_alibi_and_gradients():
+    slopes, x = torch.rand(4), torch.randn(2, 5, 3, 4, 16)
+    q, k, v = x.unbind(2)
+    for _ in range(4):
+        close(fa2.flash_attn_qkvpacked_func(x, causal=True, alibi_slopes=slopes),
+              reference.attention(q, k, v, causal=True, alibi_slopes=slopes)[0])
+        close(fa2.flash_attn_qkvpacked_func(x, return_attn_probs=True)[1], reference.attention(q, k, v)[1].transpose(1, 2))
+    with torch.no_grad():
+        for _ in range(4):
+            fa2.flash_attn_qkvpacked_func(x.requires_grad_())
+    fa2.flash_attn_qkvpacked_func(x).sum().backward()
+    given = x.grad
+    x.grad = None
+    portattn.attention(*x.unbind(2)).sum().backward()
+    torch.testing.assert_close(given, x.grad)

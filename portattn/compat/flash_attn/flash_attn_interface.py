@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...api import attention, attention_paged, attention_varlen
+from ...api import _attention, _attention_varlen, attention, attention_paged, attention_varlen
 from ...dialect import AFTER, FLASH_ATTN_2, PREFIX_SUMS
 from ...errors import PortattnError
-from .. import _kvcache
+from .. import _kvcache, _packed
 from .._translate import ANY, refuse, refuse_dropout, window
 
 __all__ = [
@@ -38,17 +38,21 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
 def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=ANY, softcap=0.0,
                               alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """`flash_attn_func` of qkv (B, S, 3, H, D)."""
-    q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                           return_attn_probs)
+    if dropout_p:
+        refuse_dropout("flash_attn_qkvpacked_func", dropout_p)
+    got = _packed.attend(FLASH_ATTN_2, attention, _attention, 2, None, qkv, (), (), softmax_scale, causal, window_size, softcap,
+                         alibi_slopes, return_attn_probs)
+    return _with_probs(got) if return_attn_probs else got
 
 
 def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=ANY, softcap=0.0,
                              alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """`flash_attn_func` of q and kv (B, Sk, 2, Hkv, D)."""
-    k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                           return_attn_probs)
+    if dropout_p:
+        refuse_dropout("flash_attn_kvpacked_func", dropout_p)
+    got = _packed.attend(FLASH_ATTN_2, attention, _attention, 2, q, kv, (), (), softmax_scale, causal, window_size, softcap,
+                         alibi_slopes, return_attn_probs)
+    return _with_probs(got) if return_attn_probs else got
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
@@ -95,18 +99,24 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
                                      window_size=ANY, softcap=0.0, alibi_slopes=None, deterministic=False,
                                      return_attn_probs=False):
     """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
-    q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-                                  window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if dropout_p:
+        refuse_dropout("flash_attn_varlen_qkvpacked_func", dropout_p)
+    longest = int(max_seqlen)
+    got = _packed.attend(FLASH_ATTN_2, attention_varlen, _attention_varlen, 1, None, qkv, (cu_seqlens, cu_seqlens),
+                         (longest, longest), softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _with_probs(got) if return_attn_probs else got
 
 
 def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
                                     softmax_scale=None, causal=False, window_size=ANY, softcap=0.0, alibi_slopes=None,
                                     deterministic=False, return_attn_probs=False):
     """`flash_attn_varlen_func` of q and kv (Tk, 2, Hkv, D)."""
-    k, v = kv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if dropout_p:
+        refuse_dropout("flash_attn_varlen_kvpacked_func", dropout_p)
+    got = _packed.attend(FLASH_ATTN_2, attention_varlen, _attention_varlen, 1, q, kv, (cu_seqlens_q, cu_seqlens_k),
+                         (int(max_seqlen_q), int(max_seqlen_k)), softmax_scale, causal, window_size, softcap, alibi_slopes,
+                         return_attn_probs)
+    return _with_probs(got) if return_attn_probs else got
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
