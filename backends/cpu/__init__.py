@@ -83,7 +83,7 @@ def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: in
         *((0, 0) if table is None else (0, *table.stride())[-2:]), *((-1, 0, 0, 0, 0) if bias is None else (_type(bias), *bias.stride())),
         *((0, 0) if alibi is None else (0, *alibi.stride())[-2:]), *_scale_strides(k_scale), *_scale_strides(v_scale), _is_64(table),
         *map(_is_64, lengths), counting, lse_form,
-        *((0, 0, 0, 0, 0) if cos is None else (cos.shape[-1], interleaved, _type(cos), cos.stride(0), sin.stride(0))),
+        *((0, 0, 0, 0, 0, 0) if cos is None else (cos.shape[-1], interleaved, _type(cos), cos.shape[0], cos.stride(0), sin.stride(0))),
         invariant)
     return struct.pack(f"{len(fields)}q", *fields)
 
@@ -118,7 +118,7 @@ def _bind(call: Call, bound, out: Tensor) -> None:
     state, tidy = bound.state, _tidy(call)
     state["untidy"] = tidy is not call
     state["shape"] = _shape(
-        kind, batch, 0 if ragged else call.q.shape[1], 0 if ragged or paged else call.k.shape[1], call.q, call.q.shape[-2], call.k, call.v, out,
+        kind, batch, call.q.shape[0 if ragged else 1], 0 if paged else call.k.shape[0 if ragged else 1], call.q, call.q.shape[-2], call.k, call.v, out,
         k_new=call.k_new, v_new=call.v_new, table=call.block_table,
         lengths=(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens), bias=call.bias, alibi=call.alibi_slopes,
         k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,

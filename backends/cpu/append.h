@@ -11,6 +11,7 @@ namespace pa {
 // x[dim] of a head turned by the angles of a position; pairs (0, 1), (2, 3), ... or (0, half), (1, half + 1), ...
 inline void turn(float* x, int64_t position, const Shape& s, const Args& a) {
   const int64_t half = s.rotary_half, step = s.rotary_interleaved ? 1 : half;
+  position = std::min(position, s.rotary_rows - 1);  // a table too short is the caller's fault: a wrong angle, never a wild read
   for (int64_t i = 0; i < half; i++) {
     const float c = number(a.cos, position * s.cos + i, s.rotary_type), d = number(a.sin, position * s.sin + i, s.rotary_type);
     float* p = x + (s.rotary_interleaved ? 2 * i : i);

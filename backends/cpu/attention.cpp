@@ -74,7 +74,7 @@ bool in_tiles(const Shape& s) { return kTiles && kernels(s.kv_type).pairs; }
 int64_t rows_at_once(const Plan& p) {
   const Shape& s = p.s;
   int64_t rows = in_tiles(s) ? kTileRows : kManyRows, all = s.batch * s.len_q;
-  if (s.kind == kVarlen || s.kind == kPagedRagged) all = s.batch ? entry(p.a.cu_q, s.batch, s.cu_q_64) : 0;
+  if (s.kind == kVarlen || s.kind == kPagedRagged) all = s.batch ? std::min(entry(p.a.cu_q, s.batch, s.cu_q_64), s.len_q) : 0;
   while (!s.invariant && p.a.threads > 1 && rows > 96 && all * p.group / rows * s.heads_kv < 4 * p.a.threads) rows /= 2;
   return rows;
 }
@@ -456,7 +456,7 @@ void append(const Shape& s, const Args& a) {
       }
   };
   int64_t tokens = s.batch * s.len_q;
-  if (s.kind == kPagedRagged) tokens = s.batch ? entry(a.cu_q, s.batch, s.cu_q_64) : 0;
+  if (s.kind == kPagedRagged) tokens = s.batch ? std::min(entry(a.cu_q, s.batch, s.cu_q_64), s.len_q) : 0;
   const bool many = tokens * s.heads_kv * (s.dim + s.dim_v) > 100000;
   Pool::instance().run(many ? int(std::min(a.threads, s.heads_kv)) - 1 : 0, work);
 }

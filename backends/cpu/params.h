@@ -14,7 +14,7 @@ enum LseForm : int64_t { kOurs = 0, kHeadsFirst = 1, kFlashAttn2 = 2 };  // like
 struct Shape {
   int64_t kind, batch, heads_q, heads_kv, dim, dim_v;
   int64_t q_type, kv_type, out_type;
-  int64_t len_q, len_k;  // dense and 4-D paged; dense
+  int64_t len_q, len_k;  // dense and 4-D paged; dense. Of ragged tensors, the rows that there are
   int64_t page_size, pages, width;  // width: table entries of a sequence
   int64_t q[3], out[3], lse[3];  // sequence, token, head
   int64_t k[3], v[3];           // sequence or page, token, head
@@ -25,7 +25,7 @@ struct Shape {
   int64_t k_scale[2], v_scale[2];
   int64_t table_64, cu_q_64, cu_k_64, used_64, lens_64;  // 1: int64, 0: int32
   int64_t counting, lse_form;  // what lens count; what the lse of a row that sees no key is
-  int64_t rotary_half, rotary_interleaved, rotary_type, cos, sin;
+  int64_t rotary_half, rotary_interleaved, rotary_type, rotary_rows, cos, sin;
   int64_t invariant;
 };
 
@@ -55,12 +55,13 @@ struct Sequence {
 inline Sequence sequence(const Shape& s, const Args& a, int64_t b) {
   Sequence x{b * s.len_q, s.len_q, 0, s.len_k, 0};
   if (s.kind == kVarlen || s.kind == kPagedRagged) {
-    x.row = entry(a.cu_q, b, s.cu_q_64);
-    x.len_q = entry(a.cu_q, b + 1, s.cu_q_64) - x.row;
+    x.row = std::clamp<int64_t>(entry(a.cu_q, b, s.cu_q_64), 0, s.len_q);  // ends past the tensor are the caller's fault: never a wild access
+    x.len_q = std::min(entry(a.cu_q, b + 1, s.cu_q_64), s.len_q) - x.row;
   }
   if (s.kind == kVarlen) {
-    x.first_k = entry(a.cu_k, b, s.cu_k_64);
-    x.len_k = a.used ? entry(a.used, b, s.used_64) : entry(a.cu_k, b + 1, s.cu_k_64) - x.first_k;
+    x.first_k = std::clamp<int64_t>(entry(a.cu_k, b, s.cu_k_64), 0, s.len_k);
+    x.len_k = std::min(entry(a.cu_k, b + 1, s.cu_k_64), s.len_k) - x.first_k;
+    if (a.used) x.len_k = std::min(entry(a.used, b, s.used_64), x.len_k);
   } else if (s.kind != kDense) {
     x.len_k = s.counting == kPrefixSums ? entry(a.lens, b + 1, s.lens_64) - entry(a.lens, b, s.lens_64) : entry(a.lens, b, s.lens_64);
   }
