@@ -542,11 +542,17 @@ class Plan:
         choice: what runs, as `explain` gives it.
     """
 
-    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas")
+    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas", "_grad")
 
     def __init__(self, choice: Choice, run: Any, bound: Bound, arguments: dict[str, Any]):
         self.choice, self._run, self._bound, self._arguments = choice, run, bound, arguments
         self._metas = {name: _meta(value) for name, value in arguments.items()}
+        self._grad = _grad_mode()
+        self._plain(arguments)
+
+    def _plain(self, arguments: dict[str, Any]) -> None:
+        if _is_traced(*arguments.values()):
+            raise validate.ArgumentError("plan: wanted tensors that are what their memory holds, and nothing that traces; call the function itself")
 
     def __call__(self, **changed: Any) -> Any:
         """Runs the call with some arguments replaced; anything but tensors alike in kind is an ArgumentError."""
@@ -556,7 +562,11 @@ class Plan:
                 raise validate.ArgumentTypeError(f"plan: unknown argument {name!r}; known: {', '.join(metas)}")
             if _meta(value) != metas[name]:
                 raise validate.ArgumentError(f"plan: {name}: wanted {metas[name]} as planned, got {_meta(value)}")
-        return self._run(self._bound, **(self._arguments | changed if changed else self._arguments))
+        self._plain(changed)
+        arguments = self._arguments | changed if changed else self._arguments
+        if not self._grad and _grad_mode() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments.values()):
+            raise validate.ArgumentError("plan: made under no_grad, so it has no gradients; an input requires grad")
+        return self._run(self._bound, **arguments)
 
     def __repr__(self) -> str:
         return f"Plan({self.choice.problem}, backend={self.choice.backend!r})"

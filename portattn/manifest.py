@@ -194,7 +194,7 @@ def load(folder: str | os.PathLike[str]) -> Manifest:
             data = yaml.load(f, Loader=loader)
     except OSError as exc:
         raise ManifestError(f"{file}: cannot be read: {exc.strerror}") from None
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
         raise ManifestError(f"{file}: not YAML: {' '.join(str(exc).split())}") from None
     manifest = parse(data, file)
     if manifest.name != os.path.basename(os.path.normpath(folder)):

@@ -106,7 +106,7 @@ class _Entry:
         if self.adapter is None:
             try:
                 self.adapter = importlib.import_module(self.module)
-            except Exception as exc:
+            except (Exception, SystemExit) as exc:
                 if config.flag("PORTATTN_DEBUG"):
                     raise
                 self.error = Reason("import", f"an importable {self.module}", f"{type(exc).__name__}: {exc}",
@@ -133,8 +133,11 @@ class _Entry:
         if error := self.load():
             return (error,)
         try:
-            return tuple(self.adapter.probe(device)) if hasattr(self.adapter, "probe") else ()
-        except Exception as exc:
+            reasons = tuple(self.adapter.probe(device)) if hasattr(self.adapter, "probe") else ()
+            if not all(isinstance(r, Reason) for r in reasons):
+                raise TypeError(f"wanted Reasons, got {reasons!r}")
+            return reasons
+        except (Exception, SystemExit) as exc:
             if config.flag("PORTATTN_DEBUG"):
                 raise
             return (Reason("broken", "a probe that answers", f"{type(exc).__name__}: {exc}", "portattn doctor"),)
@@ -203,7 +206,7 @@ def _discover() -> None:
             if spec is None:
                 raise ModuleNotFoundError(f"no module named {point.value!r}")
             folder = list(spec.submodule_search_locations or [os.path.dirname(spec.origin or "")])[0]
-        except Exception as exc:  # a parent package may raise anything at import
+        except (Exception, SystemExit) as exc:  # a parent package may raise anything at import
             _found[point.name] = _broken(point.name, Reason(
                 "import", f"an importable {point.value}", f"{type(exc).__name__}: {exc}", f"python -c 'import {point.value}'"))
             continue

@@ -39,6 +39,20 @@ def test_a_plan_refuses_what_it_was_not_made_for(qkv, changed):
         plan(queries=qkv[0])
 
 
+def test_a_plan_detaches_nothing_and_reads_no_negated_view_as_it_lies(qkv):
+    q, k, v = qkv
+    x = q.clone().requires_grad_()
+    with torch.no_grad():
+        plan = portattn.plan(portattn.attention, x, k, v)
+        assert not plan().requires_grad
+    with pytest.raises(portattn.ArgumentError, match="no_grad"):
+        plan()
+    with pytest.raises(portattn.ArgumentError, match="memory"):
+        portattn.plan(portattn.attention, q, k, v)(q=torch._neg_view(q))
+    with pytest.raises(portattn.ArgumentError, match="memory"):
+        portattn.plan(portattn.attention, torch._neg_view(q), k, v)
+
+
 def test_explain_says_what_is_copied(qkv):
     q, k, v = qkv
     loose = q.transpose(2, 3).contiguous().transpose(2, 3)

@@ -147,9 +147,12 @@ def test_an_adapter_that_raises_at_import_is_a_reason(tmp_path, qkv, usual):
         registry.unregister("bad")
 
 
-def test_a_probe_that_raises_is_a_reason(qkv, usual):
+@pytest.mark.parametrize("ends", [RuntimeError("no driver"), SystemExit("no driver"), "no driver"], ids=repr)
+def test_a_probe_that_raises_or_answers_no_reasons_is_a_reason(ends, qkv, usual):
     def probe(device):
-        raise RuntimeError("no driver")
+        if isinstance(ends, str):
+            return [ends]
+        raise ends
 
     with toy(probe=probe):
         assert chosen(*qkv) == usual
