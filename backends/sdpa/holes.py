@@ -190,6 +190,14 @@ HOLES = (
         "with fewer keys than a vector holds floats, rows whose scores are NaN give zeros (seen in 2.13)",
         "SDPA only for at least `least_keys()` keys",
     ),
+    Hole(
+        "cpu-amx-nan-rows",
+        "cpu",
+        (2, 4),
+        ALWAYS,
+        "bf16 products on AMX: a NaN row of the left operand turns the row before it NaN, for some inner lengths (seen in 2.13)",
+        "rows without keys are cleared before the product; a NaN query may still reach the row before it",
+    ),
     # --- NVIDIA and AMD
     Hole(
         "cudnn-gqa-sm100",

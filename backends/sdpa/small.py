@@ -54,7 +54,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tup
     kt = k.permute(0, 2, 3, 1).reshape(units, dim, sk)
     alpha = scale / softcap if softcap else scale
     reduced = arith.reduced("cpu")
-    s = arith.product(rows, kt).mul_(alpha) if reduced else torch.baddbmm(_ZERO, rows, kt, beta=0, alpha=alpha)
+    apart = reduced or alpha == 0  # as a factor of the product, 0 would keep BLAS from looking at NaN
+    s = arith.product(rows, kt).mul_(alpha) if apart else torch.baddbmm(_ZERO, rows, kt, beta=0, alpha=alpha)
     s = s.view(batch, hq, sq, sk)
     if softcap:
         s.tanh_().mul_(softcap)

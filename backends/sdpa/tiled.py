@@ -156,9 +156,11 @@ def settle(scores: Tensor, v: Tensor, check: bool, want_lse: bool, in_place: boo
     probs = torch.softmax(scores, -1, out=scores) if in_place else scores.softmax(-1)
     lse = top - probs.amax(-1, keepdim=True).log() if want_lse else None  # the largest probability is exp(top - lse)
     probs = probs[..., : v.shape[1]]
+    empty = top == -INF if check else None
+    if check and in_place:  # on CPU; such a row is NaN now, and a product may hand that on: cpu-amx-nan-rows of holes.py
+        probs.masked_fill_(empty, 0.0)
     out = arith.product(probs if probs.dtype == v.dtype else probs.to(v.dtype), v)
     if check:
-        empty = top == -INF
         out = out.masked_fill(empty, 0.0)
         if want_lse:
             lse = lse.masked_fill(empty, -INF)
@@ -213,7 +215,7 @@ class Tile:
         elif self.narrow is not None:
             raw = torch.bmm(rows, kt, out=self.narrow[: units * m * n].view(units, m, n))
             torch.mul(raw, self.factor, out=part)
-        elif arith.reduced("cpu"):
+        elif self.alpha == 0 or arith.reduced("cpu"):  # a factor of 0 would keep BLAS from looking at NaN
             part.copy_(arith.product(rows, kt)).mul_(self.alpha)
         else:
             torch.baddbmm(part, rows, kt, beta=0, alpha=self.alpha, out=part)

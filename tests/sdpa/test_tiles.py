@@ -222,3 +222,21 @@ def test_long_decodes_in_chunks(monkeypatch, dtype, options):
     cache, table = [randn(60, 16, 2, 32, dtype=dtype, seed=s) for s in range(2)], torch.randperm(60).view(3, 20)
     lens = torch.tensor([300, 257, 5])  # 257 leaves one key to the last chunk
     check("attention_paged", randn(3, 1, 4, 32, dtype=dtype), *cache, table, lens, causal=True, **options)
+
+
+@pytest.mark.parametrize("keys", [80, 100, 200])
+def test_rows_that_a_mask_hides_leave_those_beside_them_alone(keys):
+    """With AMX, a NaN row of a bf16 product's left operand reaches the row before it."""
+    q, k = randn(1, 33, 4, 64, dtype=torch.bfloat16), randn(1, keys, 2, 64, dtype=torch.bfloat16)
+    bias = torch.ones(33, keys, dtype=torch.bool)
+    bias[[0, 5, 20, 21]] = False
+    want, plain = reference.attention(q, k, k, bias=bias), reference.plain(reference.attention, q, k, k, bias=bias)
+    close_out(portattn.attention(q, k, k, bias=bias, backend="sdpa"), want[0], plain[0], q.dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_scale_of_zero_hides_no_nan(rows):
+    q, k = randn(1, rows, 2, 16), randn(1, 300, 2, 16)
+    q[0, 1, 1, 3] = float("nan")
+    out = portattn.attention(q, k, k, softmax_scale=0.0, backend="sdpa")
+    assert out[0, 1, 1].isnan().all() and out.isnan().sum() == 16
