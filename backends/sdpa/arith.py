@@ -39,8 +39,13 @@ def cpu_has_bf16() -> bool:
     return _said(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
 
 
+def score_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that q and k are multiplied in: their own only where products are not rounded to it, which large scores do not bear."""
+    return torch.float32 if holes.kind(device) == "cpu" else work_dtype(device, dtype)
+
+
 def work_dtype(device: torch.device, dtype: torch.dtype, lse: bool = False) -> torch.dtype:
-    """The dtype that operands of a product are given in; of scores with an `lse` wanted, which is as exact as they are."""
+    """The dtype that probabilities and values are multiplied in; with an `lse` wanted, by which parts are merged, as exact as it is."""
     kind = holes.kind(device)
     if kind == "cpu":  # where products of bf16 are rounded to it
         return dtype if dtype == torch.bfloat16 and cpu_has_bf16() and not lse else torch.float32

@@ -180,14 +180,9 @@ class Tile:
     def __init__(self, like: Tensor, rules: Rules, work: torch.dtype, scores: int, rows: int, portable: bool):
         self.rules, self.work, self.cpu = rules, work, not portable
         self.alpha = rules.scale / rules.softcap if rules.softcap else rules.scale
-        features = bool(rules.softcap) or rules.bias is not None or rules.slopes is not None or rules.sinks is not None
-        # Scores in bf16 halve a tile's traffic. Their rounding is that of a bf16 matmul's result, so plain problems lose nothing.
-        self.half = self.cpu and work != torch.float32 and not features
         if self.cpu:
             self.rows = like.new_empty(rows, dtype=work)
-            self.scores = like.new_empty(scores, dtype=work if self.half else torch.float32)
-            self.narrow = like.new_empty(scores, dtype=work) if work != torch.float32 and not self.half else None
-            self.factor = torch.full((1,), self.alpha, dtype=torch.float32, device="cpu")
+            self.scores = like.new_empty(scores, dtype=torch.float32)
 
     def fold(self, q: Tensor) -> Tensor:
         """q (nb, r, nh, G, D) as (nb * nh, G * r, D) in the working dtype."""
@@ -195,12 +190,7 @@ class Tile:
         q = q.permute(0, 2, 3, 1, 4)
         if not self.cpu:
             return q.to(self.work).reshape(nb * nh, group * r, dim)
-        rows = self.rows[: q.numel()].view(q.shape)
-        if self.half:  # the scale goes into q, in float32
-            rows.copy_(q.float().mul_(self.alpha))
-        else:
-            rows.copy_(q)
-        return rows.view(nb * nh, group * r, dim)
+        return self.rows[: q.numel()].view(q.shape).copy_(q).view(nb * nh, group * r, dim)
 
     def products(self, rows: Tensor, kt: Tensor, sink: bool) -> tuple[Tensor, Tensor]:
         """alpha * rows @ kt: the whole (U, M, n + sink) and its part (U, M, n) for the keys."""
@@ -210,12 +200,7 @@ class Tile:
             return part, part
         whole = self.scores[: units * m * (n + sink)].view(units, m, n + sink)
         part = whole[..., :n] if sink else whole
-        if self.half:
-            torch.bmm(rows, kt, out=part)
-        elif self.narrow is not None:
-            raw = torch.bmm(rows, kt, out=self.narrow[: units * m * n].view(units, m, n))
-            torch.mul(raw, self.factor, out=part)
-        elif self.alpha == 0 or arith.reduced("cpu"):  # a factor of 0 would keep BLAS from looking at NaN
+        if self.alpha == 0 or arith.reduced("cpu"):  # a factor of 0 would keep BLAS from looking at NaN
             part.copy_(arith.product(rows, kt)).mul_(self.alpha)
         else:
             torch.baddbmm(part, rows, kt, beta=0, alpha=self.alpha, out=part)
@@ -290,11 +275,11 @@ def attend(
         once = min(once, left + right + min(limit.rows, last - first))
     c = cut(1 if alone else batch, last - first, once, group, heads, dim + dim_v, limit)
     step = even(last - first, c.rows) if last - first < 2 * c.rows else c.rows
-    work = arith.work_dtype(q.device, q.dtype, lse is not None)
+    exact, work = arith.score_dtype(q.device, q.dtype), arith.work_dtype(q.device, q.dtype, lse is not None)
     tile = Tile(
         q,
         rules,
-        work,
+        exact,
         c.batch * c.heads * group * step * (c.keys + (sinks is not None)),
         c.batch * c.heads * group * step * dim,
         portable,
@@ -312,7 +297,7 @@ def attend(
         for h0 in range(0, heads, c.heads):
             h = slice(h0, min(h0 + c.heads, heads))
             nb, nh = b.stop - b0, h.stop - h0
-            kh, vh = (heads_of(x[b, ka:kb, h], work, few) for x in (k, v))
+            kh, vh = (heads_of(x[b, ka:kb, h], kind, few) for x, kind in ((k, exact), (v, work)))
             for lo in range(first, last, step):
                 hi = min(lo + step, last)
                 k0, k1 = visible_keys(lo, hi, offset, sk, left, right)

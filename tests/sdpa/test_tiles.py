@@ -240,3 +240,11 @@ def test_a_scale_of_zero_hides_no_nan(rows):
     q[0, 1, 1, 3] = float("nan")
     out = portattn.attention(q, k, k, softmax_scale=0.0, backend="sdpa")
     assert out[0, 1, 1].isnan().all() and out.isnan().sum() == 16
+
+
+@pytest.mark.parametrize("options", [dict(window_size=(50, 0)), dict(softcap=100.0), dict(sinks=torch.zeros(4))], ids=lambda o: next(iter(o)))
+def test_large_scores_of_16_bit_inputs_are_not_rounded(options):
+    q, k = 5 * randn(1, 200, 4, 64, dtype=torch.bfloat16), 5 * randn(1, 200, 2, 64, dtype=torch.bfloat16)
+    v = randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=1)
+    want, plain = reference.attention(q, k, v, **options), reference.plain(reference.attention, q, k, v, **options)
+    close_out(portattn.attention(q, k, v, backend="sdpa", **options), want[0], plain[0], q.dtype)
