@@ -30,7 +30,7 @@ _state = config.call_state
 _make = tuple.__new__  # half the cost of Call(...), which goes through a Python function
 _PLAIN = (Tensor, Parameter)
 
-# What the dispatcher has on while torch.jit.trace, torch.func or a dispatch mode sees each operator; of modes, those that trace matter.
+# What the dispatcher has on while torch.jit.trace, torch.func or a dispatch mode sees each operator; of modes, those that trace.
 _key = lambda name: torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr()
 _tls, _mode, _modes = torch._C._dispatch_tls_local_include_set, torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 _PYTHON = _key("Python")
@@ -74,11 +74,12 @@ def _known_by_key(recent: Recent, options: tuple, tensors: tuple) -> tuple[tuple
 
 
 def _is_traced(*tensors: Any) -> bool:
-    """Whether a call goes through a custom op: where torch records or transforms operators, which kernels that take pointers are not,
-    and for tensors that are not what their memory holds (fake, wrapper, batched, negated ones). A tangent is an ArgumentError."""
+    """Whether a call goes through a custom op: where torch records or transforms operators, which kernels that take pointers are
+    not, and for tensors that are not what their memory holds (fake, wrapper, batched, negated). A tangent is an ArgumentError."""
     if _is_compiling():
         return True
-    if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    has_tangent = lambda x: isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+    if forward_ad._current_level >= 0 and any(map(has_tangent, tensors)):
         raise validate.ArgumentError("a tensor with a tangent: wanted gradients by backward() or torch.autograd.grad, "
                                      "got forward-mode differentiation, which no backend has")
     watching = _tls().raw_repr() & _WATCHING
@@ -552,7 +553,8 @@ class Plan:
 
     def _plain(self, arguments: dict[str, Any]) -> None:
         if _is_traced(*arguments.values()):
-            raise validate.ArgumentError("plan: wanted tensors that are what their memory holds, and nothing that traces; call the function itself")
+            raise validate.ArgumentError("plan: wanted tensors that are what their memory holds, and nothing that traces; "
+                                         "call the function itself")
 
     def __call__(self, **changed: Any) -> Any:
         """Runs the call with some arguments replaced; anything but tensors alike in kind is an ArgumentError."""

@@ -2,8 +2,8 @@
 first.
 
 The calls of portattn.compat say so. An adapter with DIALECT = True reads such lengths and writes such an lse as it is, and finds
-q, k and v within one tensor; for the others `after` and `lse_as` translate, on the device and without waiting for it, and q, k and
-v are views: a tensor operation each, up to a quarter of a tiny call on CPU.
+q, k and v within one tensor; for the others `after` and `lse_as` translate, on the device and without waiting for it, and q, k
+and v are views: a tensor operation each, up to a quarter of a tiny call on CPU.
 """
 
 from __future__ import annotations

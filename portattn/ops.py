@@ -22,8 +22,8 @@ _VARLEN = (f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlen
            f"Tensor? seqused_k, Tensor? alibi_slopes, Tensor? sinks, {_TAIL}, {_END}")
 _PAGED = ("Tensor q, Tensor{0} k_cache, Tensor{1} v_cache, Tensor block_table, Tensor kv_lens, Tensor? cu_seqlens_q, "
           "SymInt? max_seqlen_q, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, "
-          "str kv_layout, Tensor? k_scale, Tensor? v_scale, float? k_factor, float? v_factor, Tensor? alibi_slopes, Tensor? sinks, "
-          f"{_TAIL}, {_END}")
+          "str kv_layout, Tensor? k_scale, Tensor? v_scale, float? k_factor, float? v_factor, Tensor? alibi_slopes, "
+          f"Tensor? sinks, {_TAIL}, {_END}")
 
 
 def _names(schema: str) -> list[str]:

@@ -65,7 +65,7 @@ class Recent:
         return self.find(*_apart(options, tensors)) if len({*map(id, tensors)}) < len(tensors) else None
 
     def keep(self, options: tuple, tensors: tuple, kept: Any, decided: Any) -> None:
-        """Has the next such call find `kept`, if what was `decided` is among the last few decisions: guards cost 10 us to make."""
+        """Has the next such call find `kept`, if `decided` is among what was decided last: guards cost 10 us to make."""
         global _Guards
         if not _Guards:
             return

@@ -3,8 +3,9 @@
     import portattn.compat; portattn.compat.install()      # from here on `import flash_attn` finds portattn.compat.flash_attn
     python -m portattn.compat.run engine.py arguments…     # the same for a program that is not to be changed
 
-Modules: flash_attn (FlashAttention 2), flash_attn_interface (FlashAttention 3), vllm_flash_attn, flashinfer. Each keeps the peer's
-parameters, returns and conventions, and says at its top what is translated and what raises. README.md has a section an engine.
+Modules: flash_attn (FlashAttention 2), flash_attn_interface (FlashAttention 3), vllm_flash_attn, flashinfer. Each keeps the
+peer's parameters, returns and conventions, and says at its top what is translated and what raises. README.md has a section an
+engine.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _SUBMODULES = {"flash_attn": ("flash_attn_interface", "bert_padding")}
 def install(*names: str, shadow: bool = False) -> tuple[str, ...]:
     """Makes `import flash_attn` (and the other names) find portattn's modules in this process, until `uninstall()`.
 
-    `importlib.util.find_spec` and `importlib.metadata.version` answer for them too. Nothing is written to disk, and child processes
-    are not affected unless they call it. Modules that imported the real package before keep what they have.
+    `importlib.util.find_spec` and `importlib.metadata.version` answer for them too. Nothing is written to disk, and child
+    processes are not affected unless they call it. Modules that imported the real package before keep what they have.
 
     Args:
-        names: of `NAMES`; default flash_attn and flash_attn_interface. flashinfer stands for a small part of that package only, so
-            it is not among the defaults: an engine that finds it would look for the rest.
+        names: of `NAMES`; default flash_attn and flash_attn_interface. flashinfer stands for a small part of that package only,
+            so it is not among the defaults: an engine that finds it would look for the rest.
         shadow: install over a package of that name that is really there.
 
     Returns:
@@ -57,7 +58,8 @@ def install(*names: str, shadow: bool = False) -> tuple[str, ...]:
     if not shadow:
         for name in fresh:
             if where := _really_there(name):
-                raise PortattnError(f"install: {name} is installed already ({where}); install({name!r}, shadow=True) puts portattn's in its place")
+                raise PortattnError(f"install: {name} is installed already ({where}); install({name!r}, shadow=True) puts "
+                                    "portattn's in its place")
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     for name in fresh:
@@ -98,7 +100,8 @@ def _really_there(name: str) -> str:
     # A folder of that name without __init__.py (a namespace) counts only if something was installed as it.
     if spec is not None and spec.origin is not None:
         return spec.origin
-    for found in importlib.metadata.MetadataPathFinder.find_distributions(importlib.metadata.DistributionFinder.Context(name=name)):
+    context = importlib.metadata.DistributionFinder.Context(name=name)
+    for found in importlib.metadata.MetadataPathFinder.find_distributions(context):
         return f"distribution {found.metadata['Name']} {found.version}"
     return ""
 
@@ -135,7 +138,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name, _, part = fullname.partition(".")
         if name not in self.saved or (part and part not in _SUBMODULES.get(name, ())):
             return None
-        spec = importlib.machinery.ModuleSpec(fullname, self, origin=f"{__name__}.{fullname}", is_package=not part and name in _SUBMODULES)
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin=f"{__name__}.{fullname}",
+                                              is_package=not part and name in _SUBMODULES)
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:

@@ -40,7 +40,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, chunk: int, **options: Any) -> Any:
     """attention in chunks."""
     batch, len_q, len_k = *q.shape[:2], k.shape[1]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    got = varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * len_q, starts * len_k, len_q, len_k, chunk, **options)
+    got = varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * len_q, starts * len_k, len_q, len_k, chunk,
+                 **options)
     back = lambda x: x.unflatten(0, (batch, len_q))
     return (back(got[0]), back(got[1])) if isinstance(got, tuple) else back(got)
 

@@ -42,10 +42,11 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 
 def single_prefill_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
-                                 scale_v: Tensor | None = None, o_dtype: torch.dtype | None = None, custom_mask: Tensor | None = None,
-                                 packed_custom_mask: Tensor | None = None, causal: bool = False, kv_layout: str = "NHD",
-                                 pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
-                                 window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
+                                 scale_v: Tensor | None = None, o_dtype: torch.dtype | None = None,
+                                 custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
+                                 causal: bool = False, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+                                 use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+                                 logits_soft_cap: float | None = None, rope_scale: float | None = None,
                                  rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False):
     """q (Sq, Hq, D) over k, v (Sk, Hkv, D), or (Hkv, Sk, D) for kv_layout "HND" -> out, or (out, s (Sq, Hq) base 2).
 
@@ -54,12 +55,13 @@ def single_prefill_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, scale_q: Tenso
     call = "single_prefill_with_kv_cache"
     for name, value in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
         if value is not None:
-            refuse(call, name, value, "wanted None: 8-bit q is not computed; dequantise q, and use attention_paged for 8-bit caches")
+            refuse(call, name, value,
+                   "wanted None: 8-bit q is not computed; dequantise q, and use attention_paged for 8-bit caches")
     if packed_custom_mask is not None:
         refuse(call, "packed_custom_mask", packed_custom_mask, "wanted None: pass the mask unpacked, as custom_mask")
     _refuse_positions(call, pos_encoding_mode, rope_scale, rope_theta)
-    out, lse = _single(call, q, k, v, kv_layout, causal and custom_mask is None, window_left, logits_soft_cap, sm_scale, custom_mask,
-                       return_lse)
+    out, lse = _single(call, q, k, v, kv_layout, causal and custom_mask is None, window_left, logits_soft_cap, sm_scale,
+                       custom_mask, return_lse)
     if o_dtype is not None:
         out = out.to(o_dtype)
     return (out, lse) if return_lse else out
@@ -84,18 +86,20 @@ def single_decode_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, kv_layout: str 
 
 def _refuse_positions(call: str, mode: str, rope_scale: float | None, rope_theta: float | None) -> None:
     if mode != "NONE":
-        refuse(call, "pos_encoding_mode", mode, 'wanted "NONE": turn q and k before the call, or pass slopes to portattn.attention')
+        refuse(call, "pos_encoding_mode", mode,
+               'wanted "NONE": turn q and k before the call, or pass slopes to portattn.attention')
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
         if value is not None:
             refuse(call, name, value, "wanted None, as pos_encoding_mode is NONE")
 
 
-def _single(call: str, q: Tensor, k: Tensor, v: Tensor, kv_layout: str, causal: bool, left: int, cap: float | None, scale: float | None,
-            mask: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _single(call: str, q: Tensor, k: Tensor, v: Tensor, kv_layout: str, causal: bool, left: int, cap: float | None,
+            scale: float | None, mask: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     if kv_layout not in ("NHD", "HND"):
         refuse(call, "kv_layout", kv_layout, 'wanted "NHD" or "HND"')
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    got = api.attention(q[None], k[None], v[None], causal=causal, window_size=(left if left >= 0 else -1, -1), softmax_scale=scale,
-                        softcap=cap if cap and cap > 0 else 0.0, bias=None if mask is None else mask.bool(), return_lse=return_lse)
+    got = api.attention(q[None], k[None], v[None], causal=causal, window_size=(left if left >= 0 else -1, -1),
+                        softmax_scale=scale, softcap=cap if cap and cap > 0 else 0.0, bias=None if mask is None else mask.bool(),
+                        return_lse=return_lse)
     return (got[0][0], got[1][0] / _LN2) if return_lse else (got[0], None)

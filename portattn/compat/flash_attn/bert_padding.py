@@ -1,5 +1,5 @@
-"""flash_attn.bert_padding: between padded batches (B, S, …) and ragged rows (T, …). Differentiable; as in flash-attn, unpadding waits
-for the device once, because the number of rows is data."""
+"""flash_attn.bert_padding: between padded batches (B, S, …) and ragged rows (T, …). Differentiable; as in flash-attn, unpadding
+waits for the device once, because the number of rows is data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
+__all__ = ["index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
+           "unpad_input_for_concatenated_sequences"]
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -25,7 +26,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
-def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
+                unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Rows of (B, S, …) where attention_mask (B, S) is not 0, or unused_mask is: allocated, yet not in use.
 
     Returns (rows (T, …), indices (T,) into B * S, cu_seqlens (B + 1,) int32, the longest length, lengths in use (B,) int32).
@@ -33,10 +35,12 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens, longest = _prefix_sums(kept.sum(-1, dtype=torch.int32))
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, attention_mask.sum(-1, dtype=torch.int32)
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
 
-def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+def unpad_input_for_concatenated_sequences(hidden_states: Tensor,
+                                           attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """As `unpad_input`, where row b of attention_mask_in_length (B, S) lists the lengths of the sequences that share row b.
 
     [2, 3, 0, 0, 0, 0]: tokens 0 and 1 are one sequence, 2 to 4 the next, 5 is padding.
