@@ -72,10 +72,10 @@ def cache_append(
     v_scale: Tensor | float | None,
     host: bool,
 ) -> None:
-    """Token t goes to slot page * P + offset of both caches (N, P, Hkv, D); slot < 0 is skipped."""
-    write = slots >= 0
-    slots = slots.to(torch.int64).clamp(min=0)
+    """Token t goes to slot page * P + offset of both caches (N, P, Hkv, D); slots that there are not are skipped."""
     size = k_cache.shape[1]
+    write = (slots >= 0) & (slots < k_cache.shape[0] * size)
+    slots = slots.to(torch.int64).masked_fill(write.logical_not(), 0)
     page, place = slots // size, slots % size
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         store(scaled(new, scale, cache.dtype, None), cache, page, place, write, host)

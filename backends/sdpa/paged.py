@@ -214,7 +214,7 @@ def fetch_pages(call, plain: torch.dtype):
         size = call.k.shape[1]
         entry = (at // size).clamp(max=call.block_table.shape[1] - 1)
         gone = there.logical_not()
-        page = call.block_table[b].to(torch.int64).gather(1, entry).masked_fill(gone, 0)
+        page = call.block_table[b].to(torch.int64).gather(1, entry).clamp(0, call.k.shape[0] - 1)
         place = (at % size).masked_fill(gone, 0)
         return take(call.k, page, place, call.k_scale, b), take(call.v, page, place, call.v_scale, b)
 
@@ -250,6 +250,7 @@ def append_and_turn(call, starts: Tensor, host: bool) -> Tensor:
         write = real & (position >= 0) & (position < width * size)
         at = position.masked_fill(write.logical_not(), 0)
         page = call.block_table.to(torch.int64).flatten().index_select(0, b * width + at // size)
+        write = write & (page >= 0) & (page < call.k.shape[0])  # -1 would be the last page
         page = page.masked_fill(write.logical_not(), 0)
         for new, cache, scale in ((k_new, call.k, call.k_scale), (v_new, call.v, call.v_scale)):
             append.store(append.scaled(new, scale, cache.dtype, b), cache, page, at % size, write, host)

@@ -1,0 +1,38 @@
+"""Ids of no page and slots of no cache, which only a caller's fault puts where they are looked at: no other page is written."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from conftest import randn
+
+import portattn
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+@pytest.mark.parametrize("page", [-1, -2, 6, 99, 2**40])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_append_to_no_page_writes_none(pretend, kind, page, rows):
+    pretend(kind)
+    cache, new = torch.zeros(6, 4, 2, 16), torch.ones(2, rows, 2, 16)
+    table, lens = torch.tensor([[0, 1, page], [3, 4, -1]]), torch.tensor([9, 5])
+    with pytest.raises(portattn.ArgumentError, match=r"block_table\[0, 2\]") if kind == "cpu" else contextlib.nullcontext():
+        portattn.attention_paged(randn(2, rows, 4, 16), cache, cache.clone(), table, lens, k=new, v=new, backend="sdpa")
+    written = cache.sum((2, 3)).nonzero().tolist()
+    assert written == ([[1, 2], [1, 3], [3, 2], [3, 3], [4, 0]] if rows == 3 else [[4, 0]])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_slots_past_the_cache_are_skipped(pretend, kind):
+    pretend(kind)
+    cache, new = torch.zeros(3, 4, 2, 16), torch.ones(6, 2, 16)
+    portattn.cache_append(new, new, cache, cache.clone(), torch.tensor([5, -1, 12, 13, 10**12, -(2**62)]), backend="sdpa")
+    assert cache.sum((2, 3)).nonzero().tolist() == [[1, 1]]
+
+
+def test_a_decode_over_no_page_is_an_argument_error():
+    cache = randn(6, 4, 2, 16)
+    with pytest.raises(portattn.ArgumentError, match=r"block_table\[1, 1\]"):
+        portattn.attention_paged(randn(2, 1, 4, 16), cache, cache, torch.tensor([[0, 1], [2, 7]]), torch.tensor([6, 6]), backend="sdpa")
