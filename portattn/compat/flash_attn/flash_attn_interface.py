@@ -136,7 +136,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
 
 def _with_probs(got: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """flash-attn's third result exists with dropout only; without, it is empty."""
-    return *got, got[0].new_empty(0)
+    out, lse = got
+    return out, lse, out.new_empty(0)
 
 
 # ------------------------------------------------------------------ private names that ring-attention code imports
