@@ -183,6 +183,17 @@ PA_DEVICE u32 pack2<bf16>(float lo, float hi) {
 #endif
 }
 
+// The same of values of which a NaN may become any number.
+template <class T>
+PA_DEVICE u32 pack2_numbers(float lo, float hi) { return pack2<T>(lo, hi); }
+#if !defined(__gfx950__)
+template <>
+PA_DEVICE u32 pack2_numbers<bf16>(float lo, float hi) {
+  auto rounded = [](float x) { return float_bits(x) + 0x7fffu + ((float_bits(x) >> 16) & 1); };
+  return __builtin_amdgcn_perm(rounded(hi), rounded(lo), 0x07060302u);
+}
+#endif
+
 // Of values that need no rounding.
 template <class T>
 PA_DEVICE u32 pack2_exact(float lo, float hi);
@@ -268,7 +279,9 @@ constexpr int kMatrixOut = kMatrixLayout == kMfma ? 4 : 8;
 typedef float MatrixAcc __attribute__((ext_vector_type(kMatrixOut)));
 typedef _Float16 MatrixF16 __attribute__((ext_vector_type(2 * kMatrixIn)));
 typedef short MatrixBf16 __attribute__((ext_vector_type(2 * kMatrixIn)));
-struct MatrixOperand { u32 r[kMatrixIn]; };
+template <int kWords>
+struct Words { u32 r[kWords]; };
+using MatrixOperand = Words<kMatrixIn>;
 
 PA_DEVICE MatrixAcc matrix_instruction(MatrixAcc c, const MatrixOperand& a, const MatrixOperand& b, f16) {
   const MatrixF16 x = __builtin_bit_cast(MatrixF16, a), y = __builtin_bit_cast(MatrixF16, b);
@@ -301,7 +314,6 @@ PA_DEVICE void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a,
   for (int i = 0; i < kMatrixOut; ++i) c[i] = d[i];
 }
 
-
 // gfx950: the same of depth 32, from two operands of depth 16 each.
 #if defined(__gfx950__)
 constexpr bool kMatrixTwice = true;
@@ -322,6 +334,49 @@ PA_DEVICE void multiply_matrices_twice(float (&c)[kMatrixOut], const MatrixOpera
   }
 #pragma unroll
   for (int i = 0; i < kMatrixOut; ++i) c[i] = d[i];
+#endif
+}
+
+// Elements of a result are here in gfx9's accumulation registers, where compilers before LLVM 22 have MFMA write them.
+template <int kCount>
+PA_DEVICE void keep_as_result(float (&x)[kCount]) {
+#if defined(__GFX9__) && __clang_major__ < 22
+  typedef float Elements __attribute__((ext_vector_type(kCount)));
+  Elements all = __builtin_bit_cast(Elements, x);
+  asm volatile("" : "+a"(all));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = all[i];
+#endif
+}
+
+// gfx9's larger one: D (32 x 32) += A (32 x 16) B (16 x 32), in two steps of depth 8 before gfx950.
+constexpr int kLargeIn = 4, kLargeOut = 16;
+using LargeOperand = Words<kLargeIn>;
+template <class T>
+PA_DEVICE void multiply_large_matrices(float (&c)[kLargeOut], const LargeOperand& a, const LargeOperand& b) {
+#if defined(__GFX9__)
+  typedef float LargeAcc __attribute__((ext_vector_type(kLargeOut)));
+  LargeAcc d = __builtin_bit_cast(LargeAcc, c);
+#if defined(__gfx950__)
+  if constexpr (__is_same(T, f16)) {
+    typedef _Float16 Eight __attribute__((ext_vector_type(8)));
+    d = __builtin_amdgcn_mfma_f32_32x32x16_f16(__builtin_bit_cast(Eight, a), __builtin_bit_cast(Eight, b), d, 0, 0, 0);
+  } else {
+    typedef __bf16 Eight __attribute__((ext_vector_type(8)));
+    d = __builtin_amdgcn_mfma_f32_32x32x16_bf16(__builtin_bit_cast(Eight, a), __builtin_bit_cast(Eight, b), d, 0, 0, 0);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const MatrixOperand x = {{a.r[2 * i], a.r[2 * i + 1]}}, y = {{b.r[2 * i], b.r[2 * i + 1]}};
+    if constexpr (__is_same(T, f16))
+      d = __builtin_amdgcn_mfma_f32_32x32x8f16(__builtin_bit_cast(MatrixF16, x), __builtin_bit_cast(MatrixF16, y), d, 0, 0, 0);
+    else
+      d = __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(__builtin_bit_cast(MatrixBf16, x), __builtin_bit_cast(MatrixBf16, y), d, 0, 0, 0);
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < kLargeOut; ++i) c[i] = d[i];
 #endif
 }
 

@@ -199,10 +199,10 @@ def staged_prefill_shared(dim: int, waves: int, m: int, n: int, wave: int) -> in
 
 
 def _staged_mixed(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
-    """Tiles by what registers hold: of 512 a lane (waves of 64) or 256."""
+    """Tiles by what registers hold: of 512 a lane (waves of 64, whose matrix tiles have 32 rows and keys where head sizes allow) or 256."""
     few = decode_shape(dtype, kv_dtype, dim, limits)
     waves, kv_bytes = few.unit // 16, 2 if kv_dtype == dtype else 1
-    m, n = (2, 64 if dim <= 128 else 32 if dim <= 192 else 16) if limits.wave == 64 else (2 if dim <= 64 else 1, 32 if dim <= 128 else 16)
+    m, n = (2, 64 if dim <= 128 else 32) if limits.wave == 64 else (2 if dim <= 64 else 1, 32 if dim <= 128 else 16)
     shared = max(staged_prefill_shared(dim, waves, m, n, limits.wave), decode_shared(kv_bytes, dim, waves, 1)) + 4 * (few.threads + 1 + 3 + 32)
     blocks = 2 if 2 * shared <= limits.shared_sm else 1
     options = (*_decode(dtype, kv_dtype, dim, waves, 1, blocks, limits).instance.options, ("PA_M", str(m)), ("PA_N", str(n)))

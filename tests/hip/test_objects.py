@@ -112,18 +112,32 @@ def test_decode_is_made_of_the_instructions_meant(arch, dtype):
     assert wide >= 4 * loads, "keys and values, at a segment's begin and a unit ahead"
 
 
+LARGE = {"gfx90a": ("v_mfma_f32_32x32x8f16", "v_mfma_f32_32x32x8bf16_1k"), "gfx942": ("v_mfma_f32_32x32x8_f16", "v_mfma_f32_32x32x8_bf16"),
+         "gfx950": ("v_mfma_f32_32x32x16_f16", "v_mfma_f32_32x32x16_bf16")}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("arch", GFX)
-def test_prefill_is_made_of_the_instructions_meant(arch):
-    """Besides the decode half's: matrices of 16 rows, on gfx950 twice as deep, and no access but to global memory and LDS."""
-    shape = instances.mixed_shape("bfloat16", "bfloat16", 128, limits_of(arch))
+def test_prefill_is_made_of_the_instructions_meant(arch, dtype):
+    """Besides the decode half's: matrices of 32 rows on CDNA, of 16 on RDNA, and no access but to global memory and LDS."""
+    shape = instances.mixed_shape(dtype, dtype, 128, limits_of(arch))
     options, found = dict(shape.instance.options), objects.mnemonics(arch, made(arch, shape.instance))
-    m, n, tiles = int(options["PA_M"]), int(options["PA_N"]), 128 // 16
-    few, many = 2 * tiles, 2 * m * (n // 16) * tiles
-    if arch == "gfx950":
-        assert found["v_mfma_f32_16x16x32_bf16"] == many // 2 and found["v_mfma_f32_16x16x16_bf16"] == few
+    bf16, rows, n = dtype == "bfloat16", 16 * int(options["PA_M"]), int(options["PA_N"])
+    few, many = 2 * 16 * 16 * 128, 2 * rows * n * 128  # multiplications: scores, and probabilities times values
+    matrices = {name: count for name, count in found.items() if "mfma" in name or "wmma" in name}
+    if arch in LARGE:
+        assert matrices == {MATRIX[arch][bf16]: few // 16**3, LARGE[arch][bf16]: many // (32 * 32 * (16 if arch == "gfx950" else 8))}
     else:
-        assert found[MATRIX[arch][1]] == few + many
+        assert matrices == {MATRIX[arch][bf16]: (few + many) // 16**3}
     assert not [x for x in found if x.startswith(("scratch_", "buffer_load", "buffer_store", "flat_"))]
+
+
+def test_head_sizes_that_are_no_multiple_of_32_take_matrices_of_16_rows():
+    shape = instances.mixed_shape("bfloat16", "bfloat16", 80, limits_of("gfx950"))
+    options, found = dict(shape.instance.options), objects.mnemonics("gfx950", made("gfx950", shape.instance))
+    groups = int(options["PA_M"]) * int(options["PA_N"]) // 16
+    assert found["v_mfma_f32_16x16x32_bf16"] == groups * 2 + groups // 2 * 5, "scores: 80 columns are 32, 32 and 16; values: keys by 32"
+    assert found["v_mfma_f32_16x16x16_bf16"] == 2 * 5 + groups and not found["v_mfma_f32_32x32x16_bf16"]
 
 
 @pytest.mark.parametrize("arch, cache, uses", [("gfx942", "float8_e4m3fnuz", True), ("gfx942", "float8_e4m3fn", False), ("gfx1201", "float8_e4m3fn", True),
@@ -194,17 +208,17 @@ def test_lane_moves_are_what_their_names_say(arch, moves):
     assert ("permlanex16" in text) == (arch != "gfx942")
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("wave", [64, 32])
-def test_rows_of_keys_meet_no_bank_conflict(wave, dim):
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("wave, rows", [(64, 16), (64, 32), (32, 16)])
+def test_rows_of_keys_meet_no_bank_conflict(wave, rows, dim):
     """By arithmetic: 32 banks of 4 bytes. A lane reads a row: MFMA 8 bytes, 16 lanes at a time, WMMA 16 bytes, 8 lanes at a time (mma.h)."""
     pitch, words, lanes = dim + 8, *((2, 16) if wave == 64 else (4, 8))
     for first in range(0, wave, lanes):
         banks = []
         for lane in range(first, first + lanes):
-            row, column = lane % 16, lane // 16 * 2 * words
+            row, column = lane % rows, lane // rows * 2 * words
             if wave == 64:
-                column ^= row // 8 * 4
+                column ^= row // 8 % 2 * 4
             banks += [((row * pitch + column) // 2 + i) % 32 for i in range(words)]
         assert len(set(banks)) == 32
 
@@ -221,8 +235,9 @@ def test_columns_of_values_meet_no_bank_conflict(dim):
 def test_rows_of_turned_values_meet_no_bank_conflict(wave, n):
     """By arithmetic: MFMA reads 8 bytes a lane, 16 lanes at a time; WMMA 16 bytes, 8 lanes at a time; a lane a row."""
     pitch, words, lanes = (2 * (n + 4), 2, 16) if wave == 64 else (2 * (n + 8), 4, 8)
-    banks = [(lane * pitch // 4 + i) % 32 for lane in range(lanes) for i in range(words)]
-    assert len(set(banks)) == 32
+    for first in range(0, 32 if wave == 64 else 16, lanes):
+        banks = [(lane * pitch // 4 + i) % 32 for lane in range(first, first + lanes) for i in range(words)]
+        assert len(set(banks)) == 32
 
 
 @pytest.mark.parametrize("choose, cache, dim", [(instances.decode_shape, "bfloat16", 128), (instances.mixed_shape, "float8_e5m2fnuz", 256)], ids=["decode", "mixed"])

@@ -790,6 +790,10 @@ std::map<std::string, Handler> make() {
   V3("v_max3_i32", static_cast<u32>(std::max({static_cast<i32>(a), static_cast<i32>(b), static_cast<i32>(c)})))
   V3("v_min3_i32", static_cast<u32>(std::min({static_cast<i32>(a), static_cast<i32>(b), static_cast<i32>(c)})))
   V3("v_med3_i32", static_cast<u32>(std::max(std::min<i32>(a, b), std::min(std::max<i32>(a, b), static_cast<i32>(c)))))
+  V3("v_maxmin_i32", static_cast<u32>(std::min(std::max(static_cast<i32>(a), static_cast<i32>(b)), static_cast<i32>(c))))
+  V3("v_minmax_i32", static_cast<u32>(std::max(std::min(static_cast<i32>(a), static_cast<i32>(b)), static_cast<i32>(c))))
+  V3("v_maxmin_u32", std::min(std::max(a, b), c))
+  V3("v_minmax_u32", std::max(std::min(a, b), c))
   V3("v_med3_u32", std::max(std::min(a, b), std::min(std::max(a, b), c)))
   OP("v_lshlrev_b64", each_lane64(m, i, [&](int l) { return source64(m, i, 2, l) << (source(m, i, 1, l) & 63); }));
   OP("v_lshrrev_b64", each_lane64(m, i, [&](int l) { return source64(m, i, 2, l) >> (source(m, i, 1, l) & 63); }));

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portattn import reference
+from portattn import instances, reference
+from portattn.instances import limits_of
 from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 from tests.simt.test_decode import paged
@@ -57,3 +58,22 @@ def test_dense_and_varlen_prefill(arch):
     ragged = Call(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), 128**-0.5, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=80,
                   max_seqlen_k=80)
     assert torch.equal(launch.attention(arch, ragged, grid=2, mixed=True)[0].view_as(out), out)
+
+
+@pytest.mark.parametrize("arch, matrix_clocks, most", [("gfx90a", 64 * 64, 1180), ("gfx942", 64 * 32, 1130)])
+def test_the_prefill_loop_issues_few_instructions_beside_its_matrices(arch, matrix_clocks, most):
+    """Of a wave, for 32 rows times 64 keys: what is executed, counted as it runs. `most` is what the loop takes today (csrc_hip/mixed.hip
+    has the numbers; four clocks to issue one). LDS: no two words of a bank at once."""
+    if reason := program.missing(arch):
+        pytest.skip(reason)
+    shape = instances.mixed_shape("bfloat16", "bfloat16", 128, limits_of(arch))
+    waves, counted = shape.threads // 64, []
+    for keys in (512, 1024):
+        g = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(1, n, 1, 128, generator=g).bfloat16() for n in (shape.rows, keys, keys))
+        call = Call(q, k, v, 128**-0.5, max_seqlen_q=shape.rows, max_seqlen_k=keys)
+        counted.append(launch.attention(arch, call, grid=1, mixed=True)[2])
+    per = lambda name: (getattr(counted[1], name) - getattr(counted[0], name)) / 8  # of 64 keys
+    assert shape.rows == 32 * waves and per("instructions") <= most * waves
+    assert matrix_clocks >= 0.45 * 4 * per("instructions") / waves
+    assert per("shared_cycles") == per("shared_least")

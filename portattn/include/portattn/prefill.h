@@ -3,9 +3,10 @@
 // Computes   out = softmax(score(q.k)) v for tiles of kRows packed rows (query tokens x the heads of one kv head) of one
 //            sequence; a wave owns 16 kM of them and all the tile's keys, so nothing is merged.
 // Layouts    as decode.h.
-// Tiling     kRows = 16 kM kWaves rows, kN keys at a time, kD columns. Tiles are taken from a queue, those with most
-//            keys first; sequences of few rows (schedule.h) are left to decode.h, whose parts are a second queue. Blocks
-//            of both kinds share a multiprocessor: one is bound by arithmetic, the other by memory.
+// Tiling     kRows = 16 kM kWaves rows, kN keys at a time, kD columns, in matrix tiles of kSide rows and columns. Tiles are
+//            taken from a queue, those with most keys first; sequences of few rows (schedule.h) are left to decode.h, whose
+//            parts are a second queue. Blocks of both kinds share a multiprocessor: one is bound by arithmetic, the other by
+//            memory.
 // Memory     shared: q of the tile, and two stages of kN keys and values (a third, widened, for 8-bit caches). The
 //            finished output leaves through q's rows. Registers: kM x kD / 2 accumulators, kM x kN / 2 scores.
 // Math       as decode.h; key blocks that no row of a wave sees are skipped, masks only where an edge runs.
@@ -20,7 +21,25 @@
 
 namespace portattn {
 
-template <class T, class C, int kD, int kWaves, int kM, int kN>
+// mma.h's matrix tiles as a type: prefill_staged.h takes larger ones where a device has them.
+struct MatrixTiles16 {
+  static constexpr int kSide = 16, kAcc = mma::kAcc, kSlots = mma::kSlots;
+  using Acc = mma::Acc;
+  static PA_DEVICE constexpr int slot_of(int e) { return mma::slot_of(e); }
+  static PA_DEVICE int row(int slot) { return mma::row(slot); }
+  static PA_DEVICE int col(int e) { return mma::col(e); }
+  static PA_DEVICE void scale(Acc& c, const float (&factor)[kSlots]) {
+#pragma unroll
+    for (int e = 0; e < kAcc; ++e) c.x[e] *= factor[slot_of(e)];
+  }
+  static PA_DEVICE void row_max(float (&x)[kSlots]) { mma::row_max(x); }
+  static PA_DEVICE void row_sum(float (&x)[kSlots]) { mma::row_sum(x); }
+  static PA_DEVICE void store_row(const Acc& c, int slot, float* to) { mma::store_row(c, slot, to); }
+  template <class T>
+  static PA_DEVICE void store_row(const Acc& c, int slot, float factor, T* to) { mma::store_row<T>(c, slot, factor, to); }
+};
+
+template <class T, class C, int kD, int kWaves, int kM, int kN, class M = MatrixTiles16>
 struct Prefill {
   static constexpr int kThreads = kWaves * warp::kWave;
   static constexpr int kWaveRows = 16 * kM, kRows = kWaves * kWaveRows;
@@ -31,8 +50,9 @@ struct Prefill {
   static constexpr int kStageBytes = 2 * kN * kCachePitch * static_cast<int>(sizeof(C));
   static constexpr int kWideBytes = kWiden ? 2 * kN * kPitch * static_cast<int>(sizeof(T)) : 0;
   static constexpr int kQBytes = kRows * kPitch * static_cast<int>(sizeof(T));
-  static constexpr int kGroups = kN / 16, kTiles = kD / 16;
-  static_assert(kN % 16 == 0, "keys come in groups of 16");
+  using Acc = typename M::Acc;
+  static constexpr int kSide = M::kSide, kRowTiles = kWaveRows / kSide, kGroups = kN / kSide, kTiles = kD / kSide;
+  static_assert(kWaveRows % kSide == 0 && kN % kSide == 0 && kD % kSide == 0, "rows, keys and columns come in matrix tiles");
 
   struct Queue {  // outlives the tiles: where each thread's sequences begin, and what was found
     int prefix[kThreads + 1];
@@ -176,8 +196,8 @@ struct Prefill {
   // ---- one tile
 
   struct State {
-    mma::Acc o[kM][kTiles];
-    float m[kM][mma::kSlots], l[kM][mma::kSlots];
+    Acc o[kRowTiles][kTiles];
+    float m[kRowTiles][M::kSlots], l[kRowTiles][M::kSlots];
     Score scoring;
     int clear_lo, clear_hi, any_lo, any_hi;  // keys that every row, and that some row of this wave sees
   };
@@ -185,13 +205,13 @@ struct Prefill {
   // The empty state of this wave's rows of a tile.
   PA_DEVICE void enter(const Tile& t, State& st) const {
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int d = 0; d < kTiles; ++d)
 #pragma unroll
-        for (int e = 0; e < mma::kAcc; ++e) st.o[i][d].x[e] = 0.0f;
+        for (int e = 0; e < M::kAcc; ++e) st.o[i][d].x[e] = 0.0f;
 #pragma unroll
-      for (int n = 0; n < mma::kSlots; ++n) {
+      for (int n = 0; n < M::kSlots; ++n) {
         st.m[i][n] = -PA_INFINITY;
         st.l[i][n] = 0.0f;
       }
@@ -210,50 +230,60 @@ struct Prefill {
   }
 
   // Scores of kN keys from `key` on become probabilities; the state moves to the new maximum.
-  PA_DEVICE void soften(const Tile& t, State& st, int key, mma::Acc (&s)[kM][kGroups]) const {
+  PA_DEVICE void soften(const Tile& t, State& st, int key, Acc (&s)[kRowTiles][kGroups]) const {
     const bool edge = key < st.clear_lo || key + kN > st.clear_hi;
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-        for (int e = 0; e < mma::kAcc; ++e) s[i][g].x[e] *= st.scoring.scale;
+        for (int e = 0; e < M::kAcc; ++e) s[i][g].x[e] *= st.scoring.scale;
       if (st.scoring.cap > 0.0f) {
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-          for (int e = 0; e < mma::kAcc; ++e) s[i][g].x[e] = st.scoring.cap * tanh_of(s[i][g].x[e]);
+          for (int e = 0; e < M::kAcc; ++e) s[i][g].x[e] = st.scoring.cap * tanh_of(s[i][g].x[e]);
       }
       if (edge || p.alibi) {
-        Row row[mma::kSlots];
-        Span seen[mma::kSlots];
+        Row row[M::kSlots];
+        Span seen[M::kSlots];       // by the row, counted from the lane's first key
+        float distance[M::kSlots];  // of that one
 #pragma unroll
-        for (int n = 0; n < mma::kSlots; ++n) {
-          row[n] = row_of(p, t.s, t.b, t.head_kv, t.first_row + wave * kWaveRows + i * 16 + mma::row(n));
-          seen[n] = {p.window_left >= 0 ? row[n].position - p.window_left : 0,
-                     p.window_right >= 0 ? min_of(t.s.len_k, row[n].position + min_of(p.window_right, 1 << 30) + 1) : t.s.len_k};
+        for (int n = 0; n < M::kSlots; ++n) {
+          row[n] = row_of(p, t.s, t.b, t.head_kv, anew(t.first_row + wave * kWaveRows + i * kSide + M::row(n)));
+          const int at = key + M::col(0);
+          seen[n] = {(p.window_left >= 0 ? max_of(0, row[n].position - min_of(p.window_left, 1 << 30)) : 0) - at,
+                     (p.window_right >= 0 ? min_of(t.s.len_k, row[n].position + min_of(p.window_right, 1 << 30) + 1) : t.s.len_k) - at};
+          distance[n] = static_cast<float>(row[n].position - at);
         }
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g)
+        for (int g = 0; g < kGroups; ++g) {
+          u32 bits[M::kSlots];  // of the keys that the row sees
 #pragma unroll
-          for (int e = 0; e < mma::kAcc; ++e) {
-            const int n = mma::slot_of(e), at = key + g * 16 + mma::col(e), distance = row[n].position - at;
-            s[i][g].x[e] -= row[n].slope * static_cast<float>(distance < 0 ? -distance : distance);
-            // A choice between values: of branches here LLVM 22 made code for gfx950 that leaves an element unmasked.
-            s[i][g].x[e] = ((at < seen[n].lo) | (at >= seen[n].hi)) ? -PA_INFINITY : s[i][g].x[e];
+          for (int n = 0; n < M::kSlots; ++n) {
+            const int lo = min_of(32, max_of(0, seen[n].lo - g * kSide)), hi = min_of(32, max_of(lo, seen[n].hi - g * kSide));
+            bits[n] = static_cast<u32>((1ull << hi) - (1ull << lo));
           }
+#pragma unroll
+          for (int e = 0; e < M::kAcc; ++e) {
+            const int n = M::slot_of(e), on = M::col(e) - M::col(0);  // known once unrolled
+            const float x = s[i][g].x[e] - row[n].slope * __builtin_fabsf(distance[n] - static_cast<float>(g * kSide + on));
+            const u32 sees = static_cast<u32>(static_cast<i32>(bits[n] << (31 - on)) >> 31);  // one bit, spread
+            s[i][g].x[e] = bits_float((float_bits(x) & sees) | (float_bits(-PA_INFINITY) & ~sees));
+          }
+        }
       }
-      float top[mma::kSlots], shrink[mma::kSlots];
+      float top[M::kSlots], shrink[M::kSlots];
       bool moved = false;
 #pragma unroll
-      for (int n = 0; n < mma::kSlots; ++n) top[n] = st.m[i][n];
+      for (int n = 0; n < M::kSlots; ++n) top[n] = st.m[i][n];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-        for (int e = 0; e < mma::kAcc; ++e) top[mma::slot_of(e)] = max_of(top[mma::slot_of(e)], s[i][g].x[e]);
-      mma::row_max(top);
+        for (int e = 0; e < M::kAcc; ++e) top[M::slot_of(e)] = max_of(top[M::slot_of(e)], s[i][g].x[e]);
+      M::row_max(top);
 #pragma unroll
-      for (int n = 0; n < mma::kSlots; ++n) {
+      for (int n = 0; n < M::kSlots; ++n) {
         moved |= top[n] != st.m[i][n];
         shrink[n] = weight(st.m[i][n], top[n]);
         st.m[i][n] = top[n];
@@ -263,15 +293,13 @@ struct Prefill {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-        for (int e = 0; e < mma::kAcc; ++e) {
-          s[i][g].x[e] = exp2_fast(s[i][g].x[e] - top[mma::slot_of(e)]);
-          st.l[i][mma::slot_of(e)] += s[i][g].x[e];
+        for (int e = 0; e < M::kAcc; ++e) {
+          s[i][g].x[e] = exp2_fast(s[i][g].x[e] - top[M::slot_of(e)]);
+          st.l[i][M::slot_of(e)] += s[i][g].x[e];
         }
       if (warp::wave_any(moved)) {
 #pragma unroll
-        for (int d = 0; d < kTiles; ++d)
-#pragma unroll
-          for (int e = 0; e < mma::kAcc; ++e) st.o[i][d].x[e] *= shrink[mma::slot_of(e)];
+        for (int d = 0; d < kTiles; ++d) M::scale(st.o[i][d], shrink);
       }
     }
   }
@@ -312,53 +340,79 @@ struct Prefill {
     }
   }
 
-  // This wave's rows, finished, to out and lse; 16-bit output passes through the wave's own rows of q.
+  // Columns [from, from + count) of this wave's rows, which stand in shared memory, to out.
+  template <class O>
+  PA_DEVICE void copy_out(const Tile& t, const Sequence& s, const O* room, int pitch, int from, int count) const {
+    struct alignas(4 * sizeof(O)) Four { O x[4]; };
+    const int total = s.len_q * p.group, first = t.first_row + wave * kWaveRows;
+    O* out = in_global(static_cast<O*>(p.out));
+#pragma unroll 1
+    for (int i = lane; i < kWaveRows * (count / 4); i += warp::kWave) {
+      const int r = i / (count / 4), at = i % (count / 4) * 4, d = from + at, packed = first + r;
+      if (packed >= total || d >= p.head_dim_v) continue;
+      const int token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
+      O* to = out + out_offset(p, s, t.b, token, head) + d;
+      const O* four = room + r * pitch + at;
+      if (p.flags & kOutAligned) {
+        *reinterpret_cast<Four*>(to) = *reinterpret_cast<const Four*>(four);
+      } else {
+        for (int e = 0; e < min_of(4, p.head_dim_v - d); ++e) to[e] = four[e];
+      }
+    }
+  }
+
+  // This wave's rows, finished, to out and lse. They pass through the wave's own rows of q, float32 as many columns at a time as fit.
   PA_DEVICE void write(const Tile& t, State& st) const {
     const Sequence s = sequence(p, t.b);  // again, so that nothing of it is held while the tile is computed
     const int total = s.len_q * p.group, first = t.first_row + wave * kWaveRows;
     T* room = q_shared + wave * kWaveRows * kPitch;
-    float v_factor = p.v_factor;
+    float v_factor = p.v_factor, factor[kRowTiles][M::kSlots];
     if (p.v_scale) v_factor *= in_global(p.v_scale)[t.b * p.scale_batch_v + t.head_kv * p.scale_head_v];
-    warp::wave_sync();
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
-      mma::row_sum(st.l[i]);
+    for (int i = 0; i < kRowTiles; ++i) {
+      M::row_sum(st.l[i]);
 #pragma unroll
-      for (int n = 0; n < mma::kSlots; ++n) {
-        const int r = i * 16 + mma::row(n), packed = first + r;
+      for (int n = 0; n < M::kSlots; ++n) {
+        const int packed = first + i * kSide + M::row(n);
         const int token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
+        factor[i][n] = 0.0f;
         if (packed >= total) continue;
         const Finish f = finish<T>(p, st.m[i][n], st.l[i][n], head);
-        const float factor = f.factor * v_factor;
-        if (p.lse && mma::col(0) == 0) in_global(p.lse)[lse_offset(p, s, t.b, token, head)] = f.lse;
-        if (p.flags & kOutFloat) {
-          float* to = in_global(static_cast<float*>(p.out)) + out_offset(p, s, t.b, token, head);
-#pragma unroll
-          for (int d = 0; d < kTiles; ++d)
-#pragma unroll
-            for (int e = 0; e < mma::kAcc; ++e)
-              if (mma::slot_of(e) == n && d * 16 + mma::col(e) < p.head_dim_v) to[d * 16 + mma::col(e)] = st.o[i][d].x[e] * factor;
-        } else {
-#pragma unroll
-          for (int d = 0; d < kTiles; ++d) mma::store_row<T>(st.o[i][d], n, factor, room + r * kPitch + d * 16);
-        }
+        factor[i][n] = f.factor * v_factor;
+        if (p.lse && M::col(0) == 0) in_global(p.lse)[lse_offset(p, s, t.b, token, head)] = f.lse;
       }
     }
-    if (p.flags & kOutFloat) return;
+    if (p.flags & kOutFloat) {
+      constexpr int kPitchFloats = kPitch * static_cast<int>(sizeof(T)) / 4, kAtOnce = kPitchFloats / kSide;  // tiles
+      float* floats = reinterpret_cast<float*>(room);
+#pragma unroll
+      for (int from = 0; from < kTiles; from += kAtOnce) {
+        warp::wave_sync();
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+          for (int n = 0; n < kAtOnce; ++n) {
+            const int d = from + n;
+            if (d >= kTiles) break;
+            M::scale(st.o[i][d], factor[i]);
+#pragma unroll
+            for (int slot = 0; slot < M::kSlots; ++slot)
+              M::store_row(st.o[i][d], slot, floats + (i * kSide + M::row(slot)) * kPitchFloats + n * kSide);
+          }
+        warp::wave_sync();
+        copy_out(t, s, floats, kPitchFloats, from * kSide, min_of(kAtOnce, kTiles - from) * kSide);
+      }
+      return;
+    }
     warp::wave_sync();
-    T* out = in_global(static_cast<T*>(p.out));
-#pragma unroll 1
-    for (int i = lane; i < kWaveRows * (kD / 4); i += warp::kWave) {
-      const int r = i / (kD / 4), d = i % (kD / 4) * 4, packed = first + r;
-      if (packed >= total || d >= p.head_dim_v) continue;
-      const int token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
-      T* to = out + out_offset(p, s, t.b, token, head) + d;
-      if (p.flags & kOutAligned) {
-        *reinterpret_cast<Bytes8*>(to) = *reinterpret_cast<const Bytes8*>(room + r * kPitch + d);
-      } else {
-        for (int e = 0; e < min_of(4, p.head_dim_v - d); ++e) to[e] = room[r * kPitch + d + e];
-      }
-    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < M::kSlots; ++n)
+#pragma unroll
+        for (int d = 0; d < kTiles; ++d) M::template store_row<T>(st.o[i][d], n, factor[i][n], room + (i * kSide + M::row(n)) * kPitch + d * kSide);
+    warp::wave_sync();
+    copy_out(t, s, room, kPitch, 0, kD);
   }
 
   PA_DEVICE void run(int number) const {

@@ -20,6 +20,8 @@ template <class P>
 inline Params<P> params_of(const P& p) { return {p}; }
 template <class T>
 inline u32 pack2_exact(float lo, float hi) { return pack2<T>(lo, hi); }
+template <class T>
+inline u32 pack2_numbers(float lo, float hi) { return pack2<T>(std::isnan(lo) ? 0.0f : lo, std::isnan(hi) ? 0.0f : hi); }
 constexpr bool kConvertsFnuz = false, kConvertsOcp = false;  // tests/isa runs the instructions
 template <int kMantissa, bool kHigh>
 inline void convert_two(u32, float (&)[2]) {}
@@ -58,16 +60,18 @@ enum MatrixLayout { kMfma, kWmmaGfx11, kWmmaGfx12 };
 constexpr MatrixLayout kMatrixLayout = SIMT_GFX == 9 ? kMfma : SIMT_GFX == 11 ? kWmmaGfx11 : kWmmaGfx12;
 constexpr int kMatrixIn = SIMT_GFX == 9 ? 2 : SIMT_GFX == 11 ? 8 : 4;
 constexpr int kMatrixOut = SIMT_GFX == 9 ? 4 : 8;
-struct MatrixOperand { u32 r[kMatrixIn]; };
+template <int kWords>
+struct Words { u32 r[kWords]; };
+using MatrixOperand = Words<kMatrixIn>;
 
 // Where an element stands. All these layouts are linear: the place of (lane, element) is the exclusive or of the places
 // of the bits that are set in them. v_mfma_f32_16x16x16_{f16,bf16} of CDNA 2 and 3; v_wmma_f32_16x16x16_{f16,bf16} of
 // RDNA 3 and 4 in waves of 32. `across` is A's row and B's column; `k` the other index; for D: `row` and `across`.
-struct Place16 { int across, k; };
-struct Layout16 {
-  Place16 lane[6], element[4];
-  Place16 of(int l, int e) const {
-    Place16 p = {0, 0};
+struct MatrixPlace { int across, k; };
+struct PlacesOf {
+  MatrixPlace lane[6], element[4];
+  MatrixPlace of(int l, int e) const {
+    MatrixPlace p = {0, 0};
     for (int b = 0; b < 6; ++b)
       if (l >> b & 1) p = {p.across ^ lane[b].across, p.k ^ lane[b].k};
     for (int b = 0; b < 4; ++b)
@@ -76,26 +80,30 @@ struct Layout16 {
   }
 };
 #if SIMT_GFX == 9
-constexpr Layout16 kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 8}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
-constexpr Layout16 kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 8}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
+constexpr PlacesOf kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 8}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
+constexpr PlacesOf kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 8}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
 #elif SIMT_GFX == 11
-constexpr Layout16 kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 0}, {0, 0}}, {{0, 1}, {0, 2}, {0, 4}, {0, 8}}};
-constexpr Layout16 kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 1}, {0, 0}}, {{0, 2}, {0, 4}, {0, 8}, {0, 0}}};
+constexpr PlacesOf kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 0}, {0, 0}}, {{0, 1}, {0, 2}, {0, 4}, {0, 8}}};
+constexpr PlacesOf kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 1}, {0, 0}}, {{0, 2}, {0, 4}, {0, 8}, {0, 0}}};
 #else
-constexpr Layout16 kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 0}}, {{0, 1}, {0, 2}, {0, 8}, {0, 0}}};
-constexpr Layout16 kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 8}, {0, 0}}, {{0, 1}, {0, 2}, {0, 4}, {0, 0}}};
+constexpr PlacesOf kOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 4}, {0, 0}}, {{0, 1}, {0, 2}, {0, 8}, {0, 0}}};
+constexpr PlacesOf kResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {0, 8}, {0, 0}}, {{0, 1}, {0, 2}, {0, 4}, {0, 0}}};
 #endif
+// v_mfma_f32_32x32x8_{f16,bf16} of CDNA 2 and 3.
+constexpr PlacesOf kLargeOperandPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {16, 0}, {0, 4}}, {{0, 1}, {0, 2}, {0, 0}, {0, 0}}};
+constexpr PlacesOf kLargeResultPlaces = {{{1, 0}, {2, 0}, {4, 0}, {8, 0}, {16, 0}, {0, 4}}, {{0, 1}, {0, 2}, {0, 8}, {0, 16}}};
 
-template <class T>
-inline void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a, const MatrixOperand& b, SIMT_HERE) {
-  struct Operands { MatrixOperand a, b; };
+// D (kSide x kSide) += A (kSide x kDepth) B (kDepth x kSide), whose operands are kWords registers.
+template <class T, int kSide, int kDepth, int kWords, int kOut>
+inline void multiply_by_places(float (&c)[kOut], const Words<kWords>& a, const Words<kWords>& b, const PlacesOf& operands, const PlacesOf& results, simt::Place here) {
+  struct Operands { Words<kWords> a, b; };
   auto given = simt::exchange(simt_wave(), thread_x() % kWaveLanes, Operands{a, b}, here);
-  u16 rows[16][16], columns[16][16];
-  bool known[16][16] = {};
+  u16 rows[kSide][kDepth], columns[kSide][kDepth];
+  bool known[kSide][kDepth] = {};
   for (int l = 0; l < kWaveLanes; ++l) {
     const Operands o = given(l);
-    for (int e = 0; e < 2 * kMatrixIn; ++e) {
-      const Place16 p = kOperandPlaces.of(l, e);
+    for (int e = 0; e < 2 * kWords; ++e) {
+      const MatrixPlace p = operands.of(l, e);
       const u16 x = static_cast<u16>(o.a.r[e / 2] >> 16 * (e % 2)), y = static_cast<u16>(o.b.r[e / 2] >> 16 * (e % 2));
       if (known[p.across][p.k] && (rows[p.across][p.k] != x || columns[p.across][p.k] != y))
         simt::fail("lanes that must hold the same element do not, at " + simt::text(here));
@@ -104,10 +112,25 @@ inline void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a, co
       columns[p.across][p.k] = y;
     }
   }
-  for (int e = 0; e < kMatrixOut; ++e) {
-    const Place16 p = kResultPlaces.of(thread_x() % kWaveLanes, e);
-    for (int k = 0; k < 16; ++k) c[e] += to_float(T{rows[p.k][k]}) * to_float(T{columns[p.across][k]});
+  for (int e = 0; e < kOut; ++e) {
+    const MatrixPlace p = results.of(thread_x() % kWaveLanes, e);
+    for (int k = 0; k < kDepth; ++k) c[e] += to_float(T{rows[p.k][k]}) * to_float(T{columns[p.across][k]});
   }
+}
+template <class T>
+inline void multiply_matrices(float (&c)[kMatrixOut], const MatrixOperand& a, const MatrixOperand& b, SIMT_HERE) {
+  multiply_by_places<T, 16, 16>(c, a, b, kOperandPlaces, kResultPlaces, here);
+}
+
+template <int kCount>
+inline void keep_as_result(float (&)[kCount]) {}
+
+constexpr int kLargeIn = 4, kLargeOut = 16;
+using LargeOperand = Words<kLargeIn>;
+template <class T>
+inline void multiply_large_matrices(float (&c)[kLargeOut], const LargeOperand& a, const LargeOperand& b, SIMT_HERE) {
+  for (int i = 0; i < 2; ++i)  // an instruction each: registers 0 and 1, then 2 and 3
+    multiply_by_places<T, 32, 8>(c, Words<2>{{a.r[2 * i], a.r[2 * i + 1]}}, Words<2>{{b.r[2 * i], b.r[2 * i + 1]}}, kLargeOperandPlaces, kLargeResultPlaces, here);
 }
 
 constexpr bool kMatrixTwice = false;  // gfx950 alone; tests/isa runs its instruction
