@@ -1,8 +1,7 @@
 // Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer: clusters of blocks, no workspace.
 //
 // Computes   out = softmax(scale q.k) v for one query token a sequence, up to eight query heads a kv head, a paged cache.
-// Schedule   schedule.h's lines, cut where tiles end into pieces as even as they get. A piece is a cluster's: its blocks take even
-//            parts of it, whatever the lengths are, in order.
+// Schedule   schedule.h's lines, one a cluster: its blocks take even parts of it, whatever the lengths are, in order.
 // Merging    A tile's states lie in blocks of one cluster. Each row of it is merged by one of them, dealt out in turn: blocks send
 //            their states of the row there, through distributed shared memory, and the barrier there counts bytes. That is
 //            several times faster than any way through memory that all blocks see.
@@ -58,16 +57,13 @@ struct PlainDecode {
   const P& p;
   u8* waves;
   Mail& mail;
-  int wave, lane, line, piece, part;
+  int wave, lane, line, part;
   int lens[4], starts[4];  // of the first 128 sequences, four a lane: lengths, and where ragged q begins
 
-  // Of a grid of lines x pieces columns; a block is its column's `part_`-th.
-  PA_DEVICE PlainDecode(const P& params, u8* memory, int column, int part_)
+  // Block `part_` of the cluster of line `line_`.
+  PA_DEVICE PlainDecode(const P& params, u8* memory, int line_, int part_)
       : p(params), waves(memory), mail(*reinterpret_cast<Mail*>(memory + kWaves * kWaveBytes)), wave(warp::wave_index()), lane(warp::wave_lane()),
-        part(part_) {
-    line = p.pieces() == 1 ? column : quotient(column, p.pieces());
-    piece = column - line * p.pieces();
-  }
+        line(line_), part(part_) {}
 
   PA_DEVICE u8* stage(int w, int slot) const { return waves + w * kWaveBytes + slot * kStageBytes; }
   PA_DEVICE u8* widened(int w) const { return waves + w * kWaveBytes + kStages * kStageBytes; }
@@ -405,11 +401,11 @@ struct PlainDecode {
   }
 
   // The cursor stands at the begin of a segment of `units`, whose last keys and values were in `slot`.
-  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt, int origin) const {
+  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt) const {
     publish(st, slot);
     block_sync();
     const bool begins = a.unit == 0, ends = a.unit + units == a.units;
-    const int start = a.at - a.unit - origin, start_q = kRagged ? token_again(a.b) : 0;
+    const int start = a.at - a.unit, start_q = kRagged ? token_again(a.b) : 0;
     const int first = begins ? part : dealt.worker(start), count = (ends ? part : dealt.worker(start + a.units - 1)) - first + 1;
     for (int r = wave; r < p.group; r += kWaves) {
       const Part sums = sum(kWaves, [&](int w) { return result(w, slot) + r * kRowFloats; });
@@ -437,17 +433,6 @@ struct PlainDecode {
 
   // ---- a block's work
 
-  // The tile's end, or begin, that is nearest to a place on the line.
-  PA_DEVICE int cut(int at, int total, const Chunk& chunk) const {
-    if (at <= 0 || at >= total) return at <= 0 ? 0 : total;
-    const Cursor a = place(at, 1, chunk);
-    return 2 * a.unit < a.units ? at - a.unit : at - a.unit + a.units;
-  }
-  // `nth` of p.pieces() even parts of a line of `total` units.
-  PA_DEVICE int even(int nth, int total) const {
-    const int each = quotient(total, p.pieces());
-    return nth * each + min_of(nth, total - each * p.pieces());
-  }
   PA_DEVICE void run() {
     if (thread_x() == 0) {
       for (int kind = 0; kind < 2; ++kind) {
@@ -465,15 +450,10 @@ struct PlainDecode {
     }
     int total = chunk.total;
     for (int base = 128; base < p.batch; base += 128) total += look_through(base).total;
-    int origin = 0;
-    if (p.pieces() > 1) {
-      origin = cut(even(piece, total), total, chunk);
-      total = cut(even(piece + 1, total), total, chunk) - origin;
-    }
     const Deal dealt = deal(p, total);
     if (part >= dealt.workers) return sm90::cluster_wait();
     const int start = dealt.begin(part);
-    Cursor a = place(origin + start, dealt.begin(part + 1) - start, chunk);
+    Cursor a = place(start, dealt.begin(part + 1) - start, chunk);
     Ahead ahead = {a};
     enter(ahead);
     Query q;
@@ -509,7 +489,7 @@ struct PlainDecode {
         issue(ahead, slot);
         slot = slot + 1 == kStages ? 0 : slot + 1;
       }
-      finish_segment(a, units, st, slot, dealt, origin);
+      finish_segment(a, units, st, slot, dealt);
       if constexpr (kWiden) {
         block_sync();  // before the waves widen into its place
         issue(ahead, slot);

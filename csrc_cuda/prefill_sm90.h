@@ -3,12 +3,12 @@
 // Computes   out = softmax(score(q.k)) v for tiles of kRows packed rows (rows.h) of one sequence and kv head.
 // Layouts    as portattn/decode.h.
 // Tiling     A block stays on its multiprocessor and takes tiles from a queue, of a sequence those with most keys first.
-//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into one of two
-//            stages. The others compute 64 rows each.
+//            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into the next of
+//            some stages. The others compute 64 rows each.
 // Overlap    A computing warpgroup starts q.k of the next block and p.v of this one together and does the softmax of the
 //            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
 //            products. The copying warpgroup runs ahead, over the end of a tile too.
-// Memory     q, two stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
+// Memory     q, two or three stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
 // Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
 //            do not depend on what else is in the call.
@@ -44,12 +44,12 @@ struct PrefillSm90 {
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
-  static constexpr int kStages = 2;
-  static constexpr int kQBytes = kConsumers * kGroupBytes;
-  // q of the next tile is copied early where there is room for it.
-  static constexpr int kQStages = 2 * kQBytes + 2 * kStages * kStageBytes <= (223 << 10) ? 2 : 1;
+  static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = 226 << 10;
+  // q of the next tile is copied early where there is room for it, and keys, which are wanted before values, a block earlier.
+  static constexpr int kQStages = 2 * kQBytes + 4 * kStageBytes <= kRoom ? 2 : 1;
+  static constexpr int kKStages = kQStages * kQBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
-  static constexpr int kTakeRegisters = kD == 192 ? 208 : 216;
+  static constexpr int kTakeRegisters = kD > 192 ? 216 : kD > 64 ? 208 : 200;
   static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
   static_assert(kConsumers == 2, "registers are dealt out for two");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
@@ -61,8 +61,8 @@ struct PrefillSm90 {
     Sequence s;
   };
   enum {
-    kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kStages, kFullV = kEmptyK + kStages, kEmptyV = kFullV + kStages,
-    kBarriers = kEmptyV + kStages
+    kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kKStages, kFullV = kEmptyK + kKStages, kEmptyV = kFullV + kVStages,
+    kBarriers = kEmptyV + kVStages
   };
   enum { kCopiers = 1, kTurns };  // named barriers
 
@@ -79,7 +79,7 @@ struct PrefillSm90 {
 #else
   static constexpr int kTogether = (32 << 20) / (4 * kD);
 #endif
-  static constexpr int kWork = kQStages * kQBytes + 2 * kStages * kStageBytes;
+  static constexpr int kWork = kQStages * kQBytes + (kKStages + kVStages) * kStageBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
@@ -90,7 +90,7 @@ struct PrefillSm90 {
   Control& control;
 
   PA_DEVICE PrefillSm90(const AttentionParams& params, const KvMaps& kv_maps, u8* memory)
-      : p(params), maps(kv_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kStages * kStageBytes),
+      : p(params), maps(kv_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kKStages * kStageBytes),
         control(*reinterpret_cast<Control*>(memory + kWork)) {}
 
   PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
@@ -150,63 +150,86 @@ struct PrefillSm90 {
     sm90::meet<sm90::kGroup>(kCopiers);
   }
 
+  // Stages that are used in turn, by the parity of their barriers' phases.
+  template <int kStages>
+  struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    PA_DEVICE void next() {
+      if (++stage < kStages) return;
+      stage = 0;
+      parity ^= 1;
+    }
+  };
+
   // ---- copying
 
-  struct Copier { int keys = 0, values = 0, tiles = 0; };  // so far, for stages and parities
-
-  // Waits until a place is free that was used `times` times before.
-  PA_DEVICE void acquire(int empty, int times) const {
-    if (times > 0) sm90::wait(barrier(empty), (times - 1) & 1);
-  }
-  // What was copied is there as soon as this thread's copies, and its stores if it made any, are.
-  PA_DEVICE void hand_over(int full, bool stored) const {
-    if (stored) {
-      copy_commit();
-      copy_wait<0>();
-      sm90::arrive(barrier(full));
-    } else {
-      sm90::arrive_when_copied(barrier(full));
-    }
-  }
-
-  // Where keys begin that lie together.
-  struct Where {
-    KvOffset offset;
-    int page, row;
+  // Stages, tiles so far, and the barrier that is yet to be told of copies on their way, or -1.
+  struct Copier {
+    Ring<kQStages> q;
+    Ring<kKStages> k;
+    Ring<kVStages> v;
+    int tiles = 0, untold = -1;
   };
-  // Of a block that comes in boxes, box lane(); else the sixteen keys of group lane().
-  PA_DEVICE Where look_up(const Tile& t, int block) const {
-    const int nth = warp::lane() * (block < t.boxed ? maps.rows : 16), key = block * kN + nth;
-    if (nth >= kN || key >= t.s.len_k || !(p.flags & kUniformPages)) return {{0, 0}, 0, 0};
-    const i64 page = page_of(p, t.b, key);
-    return {kv_offset(p, t.s, page, key, t.head_kv), p.cu_k ? 0 : static_cast<int>(page), static_cast<int>(row_of_key(p, t.s, key))};
+
+  // Waits until a stage is free; at its first turn it is.
+  PA_DEVICE void acquire(int empty, u32 parity) const { sm90::wait(barrier(empty), parity ^ 1); }
+  // Tells of this thread's copies, but for those of the last `kBut` groups that it began: the products see what was there before the barrier.
+  template <int kBut>
+  PA_DEVICE void tell(Copier& c) const {
+    if (c.untold < 0) return;
+    copy_wait<kBut>();
+    sm90::products_see_copies();
+    sm90::arrive(barrier(c.untold));
+    c.untold = -1;
+  }
+  // After copies by threads: tells of those before, and of these later.
+  PA_DEVICE void begun(Copier& c, int full) const {
+    copy_commit();
+    tell<1>(c);
+    c.untold = full;
   }
 
-  // One block of keys or values to the next stage; zeros past the length and past head_dim.
-  PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, const Where& where, bool of_v) const {
-    const int used = of_v ? c.values++ : c.keys++, stage = used % kStages, full = (of_v ? kFullV : kFullK) + stage;
-    const int empty = (of_v ? kEmptyV : kEmptyK) + stage;
-    u8* to = (of_v ? v_tile : k_tile) + stage * kStageBytes;
-    const int warp = thread_x() / 32;
+  // Where the keys of a box begin.
+  struct Where { int page, row; };
+  // Box lane() of a block.
+  PA_DEVICE Where look_up(const Tile& t, int block) const {
+    const int key = block * kN + warp::lane() * maps.rows;
+    if (!(p.flags & kPaged)) return {p.cu_k ? 0 : t.b, static_cast<int>(t.s.start_k) + key};
+    if (warp::lane() >= maps.boxes || block >= t.boxed) return {0, 0};
+    return {static_cast<int>(page_of(p, t.b, key)), static_cast<int>(row_of_key(p, t.s, key))};
+  }
+
+  // One block of keys or values to the next stage; zeros past the length and past head_dim. Bit i of `mine`: this lane starts the box that
+  // panel i of its keys is; no bit in any lane: the warp does not even wait, for a phase that may be over.
+  template <bool kOfV>
+  PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, const Where& where, u32 mine, bool any) const {
+    const int stage = kOfV ? c.v.stage : c.k.stage, full = (kOfV ? kFullV : kFullK) + stage, empty = (kOfV ? kEmptyV : kEmptyK) + stage;
+    const u32 parity = kOfV ? c.v.parity : c.k.parity;
+    if (kOfV) c.v.next();
+    else c.k.next();
+    u8* to = (kOfV ? v_tile : k_tile) + stage * kStageBytes;
     if (block >= t.boxed) {
-      acquire(empty, used / kStages);
-      copy_pieces(t, block, of_v ? where.offset.v : where.offset.k, of_v, to);
-      hand_over(full, !(p.flags & kAligned));
-    } else if (warp < maps.boxes * kPanels) {  // warps take turns at boxes; one without any does not wait either, for a phase that may be over
-      acquire(empty, used / kStages);
+      acquire(empty, parity);
+      copy_pieces(t, block, kOfV, to);
+      return begun(c, full);
+    }
+    if (any) {
+      acquire(empty, parity);
       if (thread_x() == 0) {
         sm90::expect(barrier(full), kStageBytes);
         sm90::arrive(barrier(full), sm90::kGroup - 1);
       }
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
-        if (warp::lane() < maps.boxes && (warp::lane() * kPanels + panel) % 4 == warp)
-          sm90::copy_box(to + panel * kPanelBytes + warp::lane() * maps.rows * 128, of_v ? maps.v : maps.k, panel * sm90::kPanel, where.row,
+        if (mine >> panel & 1)
+          sm90::copy_box(to + panel * kPanelBytes + warp::lane() * maps.rows * 128, kOfV ? maps.v : maps.k, panel * sm90::kPanel, where.row,
                          t.head_kv, where.page, barrier(full));
     }
+    tell<0>(c);
   }
 
-  PA_DEVICE void copy_pieces(const Tile& t, int block, i64 lane_offset, bool of_v, u8* to) const {
+  PA_DEVICE void copy_pieces(const Tile& t, int block, bool of_v, u8* to) const {
     const int dim = of_v ? p.head_dim_v : p.head_dim;
     const T* from = static_cast<const T*>(of_v ? p.v : p.k);
     const int left = t.s.len_k - block * kN;  // of keys past the length no byte is read
@@ -214,10 +237,17 @@ struct PrefillSm90 {
     const i64 token_stride = of_v ? p.v_token : p.k_token;
     const bool together = (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned);
     if (together) {
+      // Lane g finds where the sixteen keys of group g begin.
+      const int key = block * kN + warp::lane() * 16;
+      i64 lane_offset = 0;
+      if (warp::lane() < kGroups && key < t.s.len_k) {
+        const KvOffset o = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
+        lane_offset = of_v ? o.v : o.k;
+      }
 #pragma unroll 1
       for (int g = 0; g < kGroups; ++g) {
         const T* begin = from + warp::shfl_idx<32>(lane_offset, g);
-#pragma unroll 2
+#pragma unroll 1
         for (int j = 0; j < kEach; ++j) {
           const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
           if (16 * kPieces % sm90::kGroup != 0 && piece >= 16 * kPieces) break;
@@ -242,18 +272,17 @@ struct PrefillSm90 {
     }
   }
 
-  PA_DEVICE void copy_q(const Copier& c, const Tile& t) const {
+  PA_DEVICE void copy_q(Copier& c, const Tile& t) const {
     constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
-    const int stage = c.tiles % kQStages, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
-    acquire(kEmptyQ + stage, c.tiles / kQStages);
+    const int stage = c.q.stage, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
+    acquire(kEmptyQ + stage, c.q.parity);
     const void* nowhere = reinterpret_cast<const void*>(reinterpret_cast<u64>(p.q) & ~15ull);  // an aligned address, of which nothing is read
-    bool stored = false;
 #pragma unroll 1
     for (int some = 0; some < kEach; some += 32) {
       const int mine = t.first_row + from + some + warp::lane(), its_token = quotient(mine, group);
       const i64 offset = some + warp::lane() < kEach && mine < total
           ? q_offset(p, t.s, t.b, its_token, t.head_kv * group + mine - its_token * group) : -1;
-#pragma unroll 2
+#pragma unroll 1
       for (int i = warp::lane(); i < min_of(32, kEach - some) * kPieces; i += 32) {
         const int nth = i / kPieces, r = from + some + nth, piece = i % kPieces, d = piece * 8;
         const i64 at = warp::shfl_idx<32>(offset, nth);
@@ -264,7 +293,6 @@ struct PrefillSm90 {
           copy_async16(to, n ? row + d : nowhere, n * 2);
           continue;
         }
-        stored = true;
 #pragma unroll 1
         for (int e = 0; e < 8; ++e) {
           float y = 0.0f;
@@ -276,49 +304,61 @@ struct PrefillSm90 {
         }
       }
     }
-    hand_over(kFullQ + stage, stored);
+    c.q.next();
+    begun(c, kFullQ + stage);
+  }
+
+  // The queue's tile `taken`, found and its q begun, or, past the last, that there are no more.
+  PA_DEVICE void begin_tile(Copier& c, int taken, int tiles) const {
+    Tile& t = control.tiles[c.tiles & 3];
+    if (taken < tiles) {
+      find(taken, t);
+      return copy_q(c, t);
+    }
+    if (thread_x() == 0) t.b = -1;
+    acquire(kEmptyQ + c.q.stage, c.q.parity);
+    begun(c, kFullQ + c.q.stage);
   }
 
   PA_DEVICE void copying(int block, int blocks) const {
     Copier c;
+    u32 mine = 0;
+    if (warp::lane() < maps.boxes) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) mine |= ((warp::lane() * kPanels + panel) % 4 == thread_x() / 32) << panel;
+    }
+    const bool any = warp::any(mine != 0);
     const int tiles = count();
     int taken = block;
+    begin_tile(c, taken, tiles);
     while (taken < tiles) {
-      Tile& slot = control.tiles[c.tiles & 3];
-      find(taken, slot);
-      const Tile& t = slot;
+      sm90::meet<sm90::kGroup>(kCopiers);  // for warps without boxes: the first block may be theirs too
+      const Tile t = control.tiles[c.tiles & 3];
+      const int n = t.last - t.first, last = t.last - 1;
       int upcoming = 0;
       if (thread_x() == 0) upcoming = atomic_add(p.counters, 1);
-      const int n = t.last - t.first, last = t.last - 1;
-      Where now = look_up(t, last), next = look_up(t, max_of(t.first, last - 1));
-      // Keys run one block ahead of values: k0 q k1 v0 k2 v1 ... v(n - 1), counted from the last block.
+      // The next tile begins after the second block of this one where there is room for its q, else after the last.
+      const int at = kQStages == 2 ? min_of(2, n) : n;
+      // Keys run one block ahead of values: k0 k1 v0 k2 v1 ... v(n - 1), counted from the last block.
+      Where now = {0, 0}, next = look_up(t, last);
 #pragma unroll 1
-      for (int i = 0; i < 2 * n; ++i) {
-        const bool of_v = i > 0 && (i % 2 == 0 || i == 2 * n - 1);
-        const int nth = of_v ? i / 2 - (i % 2 == 0) : (i + 1) / 2;
-        const bool upcoming_keys = !of_v && i > 0;
-        copy_block(c, t, last - nth, {{upcoming_keys ? next.offset.k : now.offset.k, now.offset.v}, upcoming_keys ? next.page : now.page,
-                                      upcoming_keys ? next.row : now.row}, of_v);
-        if (i == 0) copy_q(c, t);
-        if (!of_v || i == 0) continue;
+      for (int i = -1;; ++i) {
+        if (i == at) {
+          if (thread_x() == 0) control.taken = blocks + upcoming;
+          sm90::meet<sm90::kGroup>(kCopiers);
+          taken = control.taken;
+          ++c.tiles;
+          begin_tile(c, taken, tiles);
+        }
+        if (i == n) break;
+        if (i + 1 < n) copy_block<false>(c, t, last - i - 1, next, mine, any);
+        if (i >= 0) copy_block<true>(c, t, last - i, now, mine, any);
         now = next;
-        next = look_up(t, max_of(t.first, last - nth - 2));
+        next = look_up(t, max_of(t.first, last - i - 2));
       }
-      if (n == 0) {
-        acquire(kEmptyQ + c.tiles % kQStages, c.tiles / kQStages);
-        hand_over(kFullQ + c.tiles % kQStages, true);
-      }
-      ++c.tiles;
-      if (thread_x() == 0) control.taken = blocks + upcoming;
-      sm90::meet<sm90::kGroup>(kCopiers);
-      taken = control.taken;
     }
-    if (thread_x() == 0) {
-      control.tiles[c.tiles & 3].b = -1;
-      if (atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
-    }
-    acquire(kEmptyQ + c.tiles % kQStages, c.tiles / kQStages);
-    hand_over(kFullQ + c.tiles % kQStages, true);
+    tell<0>(c);
+    if (thread_x() == 0 && atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
   }
 
   // ---- computing
@@ -374,10 +414,13 @@ struct PrefillSm90 {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = s[2 * r];
+      float tops[4];  // four chains: one would wait for itself
 #pragma unroll
-      for (int j = 0; j < kN / 8; ++j) top = max_of(top, max_of(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      top = warp::reduce_max<4>(top) * st.factor;
+      for (int i = 0; i < kN / 4; ++i) {
+        const float x = s[4 * (i / 2) + 2 * r + i % 2];
+        tops[i % 4] = i < 4 ? x : max_of(tops[i % 4], x);
+      }
+      const float top = warp::reduce_max<4>(max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3]))) * st.factor;
       const float before = st.m[r];
       if (top > before + kLag) st.m[r] = top;
       const float base = st.m[r] == -PA_INFINITY ? 0.0f : st.m[r];
@@ -418,11 +461,7 @@ struct PrefillSm90 {
     sm90::products_commit();
   }
 
-  // Waits for what was copied to a place for the time `nth`.
-  PA_DEVICE void await(int full, int nth, bool in_boxes) const {
-    sm90::wait(barrier(full), nth & 1);
-    if (!in_boxes) sm90::products_see_copies();
-  }
+  PA_DEVICE void await(int full, u32 parity) const { sm90::wait(barrier(full), parity); }
   PA_DEVICE void release(int empty) const {
     if (warp::lane() == 0) sm90::arrive(barrier(empty));
   }
@@ -498,14 +537,17 @@ struct PrefillSm90 {
     const int group = warp::shfl_idx<32>(thread_x() / kGroup, 0) - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
     const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
     if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
-    int blocks = 0, values_done = 0;
+    Ring<kQStages> qs;
+    Ring<kKStages> ks;
+    Ring<kVStages> vs;
 #pragma unroll 1
     for (int tiles = 0;; ++tiles) {
-      const int stage = tiles % kQStages;
-      await(kFullQ + stage, tiles / kQStages, false);
+      const int stage = qs.stage;
+      await(kFullQ + stage, qs.parity);
+      qs.next();
       const Tile& t = control.tiles[tiles & 3];
       if (t.b < 0) return;
-      const int first = t.first, last = t.last, boxed = t.boxed;
+      const int first = t.first, last = t.last;
       State st;
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
@@ -526,31 +568,31 @@ struct PrefillSm90 {
       if (first < last) {
         float s[kN / 2], shrink[2];
         int n = last - 1;
-        await(kFullK + blocks % kStages, blocks / kStages, n < boxed);
+        await(kFullK + ks.stage, ks.parity);
         sm90::pin(s);
         sm90::products_begin();
-        scores(ahead(q, stage * kQBytes), ahead(k, blocks % kStages * kStageBytes), s);
+        scores(ahead(q, stage * kQBytes), ahead(k, ks.stage * kStageBytes), s);
         sm90::products_wait<0>();
         sm90::pin(s);
-        release(kEmptyK + blocks % kStages);
-        ++blocks;
+        release(kEmptyK + ks.stage);
+        ks.next();
         softmax(t, st, n, first_row, s, shrink);
         pack(st, s);
 #pragma unroll 1
         for (; n > first; --n) {
-          await(kFullK + blocks % kStages, blocks / kStages, n - 1 < boxed);
+          await(kFullK + ks.stage, ks.parity);
           if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
           sm90::pin(s);
           sm90::pin(st.o);
           sm90::products_begin();
-          scores(ahead(q, stage * kQBytes), ahead(k, blocks % kStages * kStageBytes), s);
-          await(kFullV + values_done % kStages, values_done / kStages, n < boxed);
-          values(st, ahead(v, values_done % kStages * kStageBytes));
+          scores(ahead(kD > 192 ? sm90::anew(q) : q, stage * kQBytes), ahead(k, ks.stage * kStageBytes), s);
+          await(kFullV + vs.stage, vs.parity);
+          values(st, ahead(v, vs.stage * kStageBytes));
           if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
           sm90::products_wait<1>();
           sm90::pin(s);
-          release(kEmptyK + blocks % kStages);
-          ++blocks;
+          release(kEmptyK + ks.stage);
+          ks.next();
           softmax(t, st, n - 1, first_row, s, shrink);
           sm90::pin(s);
           // The wait stands in both branches: before them, the compiler would move it into what is to happen beside the products.
@@ -563,19 +605,19 @@ struct PrefillSm90 {
             sm90::products_wait<0>();
             sm90::pin(st.o);
           }
-          release(kEmptyV + values_done % kStages);
-          ++values_done;
+          release(kEmptyV + vs.stage);
+          vs.next();
           pack(st, s);
         }
         release(kEmptyQ + stage);
-        await(kFullV + values_done % kStages, values_done / kStages, n < boxed);
+        await(kFullV + vs.stage, vs.parity);
         sm90::pin(st.o);
         sm90::products_begin();
-        values(st, ahead(v, values_done % kStages * kStageBytes));
+        values(st, ahead(v, vs.stage * kStageBytes));
         sm90::products_wait<0>();
         sm90::pin(st.o);
-        release(kEmptyV + values_done % kStages);
-        ++values_done;
+        release(kEmptyV + vs.stage);
+        vs.next();
       } else {
         release(kEmptyQ + stage);
       }

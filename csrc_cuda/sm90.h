@@ -120,6 +120,13 @@ PA_DEVICE u64 tile_at(const void* p, int leading = 16) {
   return static_cast<u64>(shared_address(p) >> 4) | static_cast<u64>(leading >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The same descriptor, of which the compiler knows the upper half alone: what is computed from it is not kept in registers.
+PA_DEVICE u64 anew(u64 tile) {
+  u32 low = static_cast<u32>(tile);
+  asm volatile("" : "+r"(low));
+  return (tile & ~0xffffffffull) | low;
+}
+
 // Registers written before are for the products after.
 PA_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PA_DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -158,13 +165,15 @@ template <int kN> struct Product;
 #define PA_C80 PA_C64 "," PA_R4
 #define PA_C96 PA_C80 "," PA_R5
 #define PA_C128 PA_C96 "," PA_R6 "," PA_R7
-#define PA_C192 PA_C128 "," PA_R8 "," PA_R9 "," PA_R10 "," PA_R11
+#define PA_C160 PA_C128 "," PA_R8 "," PA_R9
+#define PA_C192 PA_C160 "," PA_R10 "," PA_R11
 #define PA_C256 PA_C192 "," PA_R12 "," PA_R13 "," PA_R14 "," PA_R15
 #define PA_O64 PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24)
 #define PA_O80 PA_O64, PA_O(d, 32)
 #define PA_O96 PA_O80, PA_O(d, 40)
 #define PA_O128 PA_O96, PA_O(d, 48), PA_O(d, 56)
-#define PA_O192 PA_O128, PA_O(d, 64), PA_O(d, 72), PA_O(d, 80), PA_O(d, 88)
+#define PA_O160 PA_O128, PA_O(d, 64), PA_O(d, 72)
+#define PA_O192 PA_O160, PA_O(d, 80), PA_O(d, 88)
 #define PA_O256 PA_O192, PA_O(d, 96), PA_O(d, 104), PA_O(d, 112), PA_O(d, 120)
 
 // N0 to N4: the operands behind them.
@@ -192,6 +201,7 @@ PA_PRODUCT(64, "%32", "%33", "%34", "%35", "%36")
 PA_PRODUCT(80, "%40", "%41", "%42", "%43", "%44")
 PA_PRODUCT(96, "%48", "%49", "%50", "%51", "%52")
 PA_PRODUCT(128, "%64", "%65", "%66", "%67", "%68")
+PA_PRODUCT(160, "%80", "%81", "%82", "%83", "%84")
 PA_PRODUCT(192, "%96", "%97", "%98", "%99", "%100")
 PA_PRODUCT(256, "%128", "%129", "%130", "%131", "%132")
 #undef PA_PRODUCT
@@ -202,12 +212,14 @@ PA_PRODUCT(256, "%128", "%129", "%130", "%131", "%132")
 #undef PA_C80
 #undef PA_C96
 #undef PA_C128
+#undef PA_C160
 #undef PA_C192
 #undef PA_C256
 #undef PA_O64
 #undef PA_O80
 #undef PA_O96
 #undef PA_O128
+#undef PA_O160
 #undef PA_O192
 #undef PA_O256
 #undef PA_R0

@@ -155,28 +155,15 @@ def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: boo
 
 
 class Clusters(NamedTuple):
-    """How plain.h shares work: lines (each of some kv heads), pieces of a line, and blocks of a piece's cluster."""
+    """How plain.h shares work: lines, each of some kv heads, and blocks of a line's cluster."""
 
     lines: int
-    pieces: int
     size: int
 
-    @property
-    def blocks(self) -> int:
-        return self.lines * self.pieces * self.size
 
-
-def clusters_of(heads_kv: int, batch: int, units: int, blocks: int, most: Callable[[int], int]) -> Clusters | None:
-    """Clusters on at most `blocks` blocks, of which the device runs `most(size)` at the same time, for `batch` sequences or more and at most
-    `units` of work in all; None where they would leave more than three quarters of the blocks idle that could have work.
-
-    Pieces end where tiles do: with sixteen tiles a piece they are even within a few per cent, and take all that run at once. With fewer,
-    heads are lines of one piece, whose blocks share everything evenly: for those half of the multiprocessors is enough.
-    """
-    if blocks >= 16:
-        pieces = min(most(8), blocks // 8)
-        if 0 < pieces <= batch * heads_kv // 16:
-            return Clusters(1, pieces, 8)
+def clusters_of(heads_kv: int, units: int, blocks: int, most: Callable[[int], int]) -> Clusters | None:
+    """Clusters on at most `blocks` blocks, of which the device runs `most(size)` at the same time, for at most `units` of work in all; None
+    where they would leave more than three quarters of the blocks idle that could have work."""
     found = []
     for lines in (n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and n <= blocks):
         size = 1 << (min(MAX_CLUSTER, blocks // lines).bit_length() - 1)
@@ -184,7 +171,7 @@ def clusters_of(heads_kv: int, batch: int, units: int, blocks: int, most: Callab
             size //= 2
         found.append((lines * size, lines, size))
     lines, size = max(found)[1:]
-    return Clusters(lines, 1, size) if 4 * lines * size >= min(blocks, 4 * units) else None
+    return Clusters(lines, size) if 4 * lines * size >= min(blocks, 4 * units) else None
 
 
 def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
@@ -234,14 +221,17 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
 
 
 # Head size: (warpgroups that compute, keys at a time) of the Hopper prefill kernel.
-SM90_TILES = {64: (2, 192), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 96), 256: (2, 80)}
+SM90_TILES = {64: (2, 160), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 96), 256: (2, 80)}
 
 
 def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:
-    """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, and two stages of k and v in panels of 64 columns; its Control."""
-    row = -(-dim // 64) * 128
-    q, kv = row * 64 * consumers, row * 4 * n
-    return q * (2 if 2 * q + kv <= (223 << 10) else 1) + kv + 824
+    """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, two or three stages of k and two of v, in panels of 64 columns;
+    its Control."""
+    row, room = -(-dim // 64) * 128, 226 << 10
+    q, stage = row * 64 * consumers, row * n
+    q *= 2 if 2 * q + 4 * stage <= room else 1
+    k_stages = 3 if q + 5 * stage <= room else 2
+    return q + (2 + k_stages) * stage + 824 + 16 * (k_stages - 2)
 
 
 def prefill_sm90_shape(dtype: str, dim: int) -> Shape:

@@ -251,11 +251,18 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
     )
 
 
+def pays_plain(call: Call, values: dict[str, Any], dim: int, limits: Limits) -> bool:
+    """Whether plain.h is the faster one, too: not for batches so large that every block meets the ends of many sequences, for which the half
+    of the multiprocessors that its clusters take is too few. How many of a ragged batch it would have, the device knows."""
+    many = call.q.dim() == 4 and values["batch"] * values["heads_kv"] >= 2 * limits.sms
+    return limits.clusters and not many and is_plain(call, values, dim)
+
+
 def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    if limits.clusters and call.q.dim() == 4 and is_plain(call, attention_values(call, out), dim):
+    if call.q.dim() == 4 and pays_plain(call, attention_values(call, out), dim, limits):
         return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
     return attention_shape(call, problem, dim, limits)
 
@@ -541,7 +548,7 @@ class Attention(_Bound):
         if self.empty:
             return
         self.room: Room | None = None  # plain.h needs none
-        plain = plain and device.limits.clusters and is_plain(call, self.values, dim)
+        plain = plain and pays_plain(call, self.values, dim, device.limits)
         if plain and call.q.dim() == 4:
             self.launch = self._plain_launcher(call, dim, device.limits.sms)
             self.plain = self.launch is not None  # general: for pointers that turn out not to be aligned
@@ -568,11 +575,10 @@ class Attention(_Bound):
         shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged)
         function, heads = self.device.function(shape.instance, shape.shared), self.values["heads_kv"]
         units = self.values["batch"] * heads * max(1, -(-call.max_seqlen_k // shape.unit))
-        c = clusters_of(heads, 0 if ragged else self.values["batch"], units, blocks, functools.partial(function.clusters, shape.threads))
+        c = clusters_of(heads, units, blocks, functools.partial(function.clusters, shape.threads))
         if c is None:
             return None
-        values = self.values | dealing(heads, c.lines * c.size, c.lines) | {"mixed_stride": c.pieces}
-        return self._launcher(call, shape, values, (c.lines * c.pieces, c.size), c.size)
+        return self._launcher(call, shape, self.values | dealing(heads, c.lines * c.size, c.lines), (c.lines, c.size), c.size)
 
     def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
         """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token."""

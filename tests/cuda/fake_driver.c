@@ -15,12 +15,14 @@
 
 static char log_[1 << 16];
 static char params_[4096];
+static char maps_[264]; /* the second argument, of the kernel that has one */
 static int calls_[32], depth_;
 static void* stack_[64];
 static unsigned modules_, mode_;
 
 const char* fake_log(void) { return log_; }
 const char* fake_params(void) { return params_; }
+const char* fake_maps(void) { return maps_; }
 int fake_depth(void) { return depth_; }
 void fake_reset(void) { log_[0] = 0; memset(calls_, 0, sizeof calls_); }
 
@@ -86,6 +88,7 @@ int NAME(cuLaunchKernel, hipModuleLaunchKernel)(void* f, unsigned gx, unsigned g
   NOTE(8, "launch", "grid %u %u %u block %u %u %u shared %u stream %p", gx, gy, gz, bx, by, bz, shared, stream);
   if (!f || extra || !params || !params[0] || gz != 1 || by != 1 || bz != 1) return 1;
   memcpy(params_, params[0], 368);
+  if (params[1]) memcpy(maps_, params[1], sizeof maps_);
   return 0;
 }
 #ifndef HIP
@@ -104,12 +107,25 @@ int cuLaunchKernelEx(const Config* c, void* f, void** params, void** extra) {
   NOTE(9, "launch", "grid %u %u %u block %u %u %u shared %u stream %p%s", c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, said);
   if (!f || extra || !params || !params[0] || c->gz != 1 || c->by != 1 || c->bz != 1) return 1;
   memcpy(params_, params[0], 368);
+  if (params[1]) memcpy(maps_, params[1], sizeof maps_);
   return 0;
 }
 int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* c) {
   const char* most = getenv("FAKE_BLOCKS_IN_CLUSTERS");
   if (!depth_ || !function || c->count != 1 || c->attributes[0].id != 4) return 1;
   *clusters = (most ? atoi(most) : 128) / (int)c->attributes[0].value.cluster.y;
+  return 0;
+}
+/* A map is where it was encoded from and which box, so that tests can read it in what a launch got. */
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* shape, const uint64_t* strides, const unsigned* box,
+                           const unsigned* steps, int interleave, int swizzle, int promotion, int fill) {
+  if ((uintptr_t)map % 64 || (uintptr_t)base % 16 || rank != 4 || interleave || swizzle != 3 || fill) return 1;
+  for (unsigned i = 0; i < rank; ++i)
+    if (!shape[i] || box[i] > 256 || steps[i] != 1 || (i + 1 < rank && strides[i] % 16)) return 1;
+  NOTE(10, "map", "base %p type %d shape %u %u %u %u box %u %u", base, type, (unsigned)shape[0], (unsigned)shape[1], (unsigned)shape[2],
+       (unsigned)shape[3], box[0], box[1]);
+  memset(map, 0, 128);
+  memcpy(map, &base, sizeof base);
   return 0;
 }
 #endif

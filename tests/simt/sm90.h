@@ -181,6 +181,8 @@ inline u64 tile_at(const void* p, int leading = 16) {
   return (at >> 4) | static_cast<u64>(leading >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
+inline u64 anew(u64 tile) { return tile; }
+
 // Element at `bytes` from a descriptor's begin, before the swizzle of address bits 4..6 by bits 7..9.
 template <class T>
 inline float element(u64 descriptor, i64 bytes) {

@@ -17,19 +17,19 @@ from .test_decode import paged
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
 
-def decode(call, *, workers: int, lines: int | None = None, pieces: int = 1, waves: int = 4, stages: int = 3, order: int = host.FORWARD, seed: int = 0):
-    """(out, lse) of `lines` x `pieces` clusters of `workers` blocks."""
+def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stages: int = 3, order: int = host.FORWARD, seed: int = 0):
+    """(out, lse) of `lines` clusters of `workers` blocks."""
     ragged = call.cu_seqlens_q is not None
     out, lse = torch.full_like(call.q, float("nan")), torch.full(call.q.shape[:-1], float("nan"))
     dtype, kv, dim = str(call.q.dtype)[6:], str(call.k.dtype)[6:], call.q.shape[-1]
     values = native.attention_values(call, out)
     assert native.is_plain(call, values, dim)
     lines = lines or call.k.shape[-2]
-    values |= native.dealing(call.k.shape[-2], lines * workers, lines) | {"mixed_stride": pieces}
+    values |= native.dealing(call.k.shape[-2], lines * workers, lines)
     values |= dict(q=call.q.data_ptr(), k=call.k.data_ptr(), v=call.v.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
                    lengths=call.kv_lens.data_ptr(), block_table=call.block_table.data_ptr(), cu_q=call.cu_seqlens_q.data_ptr() if ragged else 0)
     library = host.build("plain", t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages, ragged=int(ragged))
-    host.run(library, "portattn_simt_plain", native.pack(native.ATTENTION, values), (lines * pieces, workers), order, seed)
+    host.run(library, "portattn_simt_plain", native.pack(native.ATTENTION, values), (lines, workers), order, seed)
     return out, lse
 
 
@@ -79,19 +79,13 @@ def test_group_sizes_and_heads_of_a_line(heads):
     check(*paged([90, 420], heads=heads), workers=5, lines=1)
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 7])
-@pytest.mark.parametrize("lens, lines", [((300, 20, 0, 500, 64, 64, 70), 1), ((300, 20, 0, 500, 64, 64, 70), 2), ((900,), 1), ((5, 5), 2)])
-def test_pieces_end_where_tiles_do(pieces, lens, lines):
-    check(*paged(lens, heads=(4, 2)), workers=3, lines=lines, pieces=pieces)
-
-
 def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed():
     lens, q_lens = [90, 200, 300, 64, 40, 500, 33], [1, 70, 1, 0, 1, 3, 1]
     g = torch.Generator().manual_seed(1)
     call, args, kw = paged(lens)
     starts = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
     q = torch.randn(sum(q_lens), *call.q.shape[2:], generator=g).to(call.q.dtype)
-    for how in (dict(workers=3), dict(workers=2, lines=1, pieces=2)):
+    for how in (dict(workers=3), dict(workers=2, lines=1)):
         out, lse = decode(call._replace(q=q, cu_seqlens_q=starts, out=None, max_seqlen_q=max(q_lens)), **how)
         ragged = dict(kw, cu_seqlens_q=starts, max_seqlen_q=max(q_lens))
         want, want_lse = reference.attention_paged(q, *args[1:], **ragged)

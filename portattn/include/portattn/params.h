@@ -71,7 +71,7 @@ struct AttentionParams {
   float softcap;
   float v_factor;           // v_scale where that is a number
   u32 flags;
-  i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work; plain.h: pieces of a line
+  i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work
 };
 
 // What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
@@ -82,7 +82,6 @@ struct PlainParams : AttentionParams {
   static constexpr const void* sinks = nullptr;
   static constexpr i32 head_dim_v = kD;
   static constexpr u32 flags = kAligned | kOutAligned | kUniformPages | kPaged;
-  PA_DEVICE int pieces() const { return mixed_stride; }  // of a line, each a cluster's
 };
 
 // Appending keys and values to a paged cache, keys turned by rotary where given.
