@@ -104,10 +104,9 @@ def cache_folder(create: bool) -> str | None:
         if create:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         status = os.lstat(folder)
-    except FileNotFoundError:
-        return None
     except OSError as exc:
-        note(folder, f"{folder}: cannot be made: {exc.strerror}; kernels are compiled in each process")
+        if create or not isinstance(exc, FileNotFoundError):
+            note(folder, f"{folder}: cannot be made: {exc.strerror}; kernels are compiled in each process")
         return None
     if not stat.S_ISDIR(status.st_mode) or not _private(status):
         note(folder, f"{folder}: not a folder that only this user can write to; it is not used (chmod 700 mends its mode)")

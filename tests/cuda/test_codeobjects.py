@@ -127,6 +127,15 @@ def test_a_cache_folder_that_is_a_file_costs_only_the_cache(compiler, tmp_path):
     assert get().origin == "compiled" and codeobjects.notes()
 
 
+def test_a_cache_folder_that_cannot_be_made_is_said(compiler, monkeypatch):
+    def nowhere(*args, **kwargs):
+        raise FileNotFoundError(2, "No such file or directory")  # below /proc, say
+
+    monkeypatch.setattr(codeobjects.os, "makedirs", nowhere)
+    assert get().origin == "compiled"
+    assert "cannot be made" in codeobjects.notes()[0]
+
+
 def test_threads_compile_once(compiler, monkeypatch):
     build = compiler.build
     monkeypatch.setattr(compiler, "build", lambda *a: (time.sleep(0.05), build(*a))[1])
