@@ -30,7 +30,8 @@ def test_each_kind_of_call_has_its_capability():
     assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
     assert serves(problem(layout="dense", q_len="prefill")) == "tiles_dense"
     assert serves(problem(layout="cache_append", causal=False, dtype="float32", kv_dtype="float8_e5m2")) == "append"
-    assert serves(problem(layout="merge_states")) == "merge"
+    assert serves(problem(layout="dense", q_len="prefill", head_dim=256, head_dim_v=256)) == "tiles_sm90_dense"
+    assert serves(problem(layout="merge_states", causal=False)) == "merge"
 
 
 @pytest.mark.parametrize("changed", [dict(arch="sm_75"), dict(device="hip", arch="gfx942"), dict(dtype="float32", kv_dtype="float32"),
@@ -39,13 +40,14 @@ def test_what_the_kernels_do_not_do_is_declined(changed):
     assert serves(problem(**changed)) is None
 
 
-def test_triton_comes_first_but_for_pages_on_hopper_and_dense_tiles_last():
+def test_triton_comes_first_but_for_pages_and_large_heads_on_hopper_and_other_dense_tiles_last():
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
     assert order(problem()) == ["cuda", "triton", "sdpa"] and order(problem(softcap=True)) == ["triton", "cuda", "sdpa"]
     assert order(problem(q_len="extend")) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     assert order(problem(layout="dense", q_len="prefill")) == ["triton", "sdpa", "cuda"]
+    assert order(problem(layout="dense", q_len="prefill", head_dim=256, head_dim_v=256))[0] == "cuda"
 
 
 @pytest.mark.parametrize("dim", [1, 20, 64, 65, 80, 81, 100, 129, 200, 256])
