@@ -31,7 +31,8 @@ struct Tile {
   Sequence seq;
   int64_t b, head, heads;  // kv heads
   int64_t first, tokens;  // query tokens of the sequence
-  int64_t lo, hi;         // keys that some row sees, lo a multiple of kKeys
+  int64_t seen;           // the first key that some row sees
+  int64_t lo, hi;         // keys to go through: from a multiple of kKeys at or before `seen`
   int64_t step, splits;   // keys of a split
   int64_t state;          // first of its splits' states, where there are several
   int64_t unit;           // its first unit
@@ -96,11 +97,12 @@ void make_plan(Plan& p) {
       int64_t lo, hi, unused;
       see(p.a, x, first, lo, unused);
       see(p.a, x, end - 1, unused, hi);
+      const int64_t seen = lo;
       lo = lo / kKeys * kKeys;
-      if (hi < lo) hi = lo;
+      if (hi <= seen) hi = lo;  // no key
       const int64_t heads = is_few(p, x, end - first) ? at_once : 1;
       for (int64_t head = 0; head < s.heads_kv; head += heads)
-        p.tiles.push_back({x, b, head, std::min(heads, s.heads_kv - head), first, end - first, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
+        p.tiles.push_back({x, b, head, std::min(heads, s.heads_kv - head), first, end - first, seen, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
       const double elements = double(hi - lo) * double(s.dim + s.dim_v) * double(s.heads_kv);
       ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 12.0 : double((end - first) * p.group) / 20.0);
       keys += (hi - lo) * s.heads_kv;
@@ -150,6 +152,12 @@ struct Block {  // pointers to the rows of a block's keys and values
   int n;
 };
 
+// Keys that no row of the tile sees have weight 0, but their pages may be anyone's by now, and hold NaN: the first seen one stands for them.
+void only_seen(const Tile& t, int64_t first, Block& block) {
+  const int64_t unseen = t.seen - first;
+  for (int64_t j = 0; j < unseen && unseen < block.n; j++) block.k[j] = block.k[unseen], block.v[j] = block.v[unseen];
+}
+
 void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& block) {
   const Shape& s = p.s;
   const Args& a = p.a;
@@ -165,6 +173,7 @@ void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& 
     k += ((s.kind == kDense ? t.b * s.k[0] : 0) + row * s.k[1]) * size;
     v += ((s.kind == kDense ? t.b * s.v[0] : 0) + row * s.v[1]) * size;
     for (int j = 0; j < block.n; j++) block.k[j] = k + j * s.k[1] * size, block.v[j] = v + j * s.v[1] * size;
+    only_seen(t, first, block);
     return;
   }
   int64_t column = first / s.page_size, place = first % s.page_size;
@@ -175,6 +184,7 @@ void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& 
     const int64_t n = std::min<int64_t>(s.page_size - place, block.n - j);
     for (int64_t i = 0; i < n; i++, j++, kp += s.k[1] * size, vp += s.v[1] * size) block.k[j] = kp, block.v[j] = vp;
   }
+  only_seen(t, first, block);
 }
 
 int64_t query_at(const Plan& p, const Tile& t, int64_t head, int64_t r) {

@@ -96,6 +96,8 @@ def attend(
                 at = torch.arange(c0, c0 + n, device=device).expand(nb, n)
                 at = at if first is None else at + first
                 there = at < k_len
+                if left >= 0:
+                    there = there & (at >= place[:, :1] - left)  # no row of the tile sees those before: they may hold anything
                 k, v = fetch(b, at, there)
                 v = v.masked_fill(there.logical_not()[:, :, None, None], 0)
                 sink = sinks2 if c0 == k0 else None

@@ -36,3 +36,17 @@ def test_a_decode_over_no_page_is_an_argument_error():
     cache = randn(6, 4, 2, 16)
     with pytest.raises(portattn.ArgumentError, match=r"block_table\[1, 1\]"):
         portattn.attention_paged(randn(2, 1, 4, 16), cache, cache, torch.tensor([[0, 1], [2, 7]]), torch.tensor([6, 6]), backend="sdpa")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("window", [(37, 0), (37, -1)], ids=str)
+def test_pages_left_of_every_window_may_be_anyones(pretend, kind, rows, window):
+    pretend(kind)
+    unseen = 150 - rows - 37
+    cache, table = randn(10, 16, 2, 16), torch.arange(10)[None].clone()
+    q, call = randn(1, rows, 4, 16), dict(window_size=window, return_lse=True, backend="sdpa")
+    want = portattn.attention_paged(q, cache, cache, table, torch.tensor([150]), **call)
+    cache.view(160, 2, 16)[:unseen] = float("nan")
+    for got, expected in zip(portattn.attention_paged(q, cache, cache, table, torch.tensor([150]), **call), want):
+        assert torch.equal(got, expected)
