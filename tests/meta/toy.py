@@ -197,8 +197,10 @@ class Toy:
 
     def merge_states(self, outs, lses, sinks, bound):
         every = lses if sinks is None else torch.cat([lses, sinks.float().expand(1, *lses.shape[1:])])
-        top = every.amax(0).clamp(min=-3e38)
+        top = every.detach().amax(0).clamp(min=-3e38)
         total = torch.exp(every - top).sum(0)
-        weight = torch.exp(lses - top) / total.masked_fill(total == 0, 1.0)
+        empty = total == 0
+        total = total.masked_fill(empty, 1.0)
+        weight = torch.exp(lses - top) / total
         parts = outs.float().masked_fill((lses == -INF)[..., None], 0.0)
-        return (weight[..., None] * parts).sum(0).to(outs.dtype), top.masked_fill(total == 0, 0.0) + total.log()
+        return (weight[..., None] * parts).sum(0).to(outs.dtype), (top + total.log()).masked_fill(empty, -INF)
