@@ -35,7 +35,8 @@ struct KvMaps {
   i32 rows, boxes;  // of a box; of a block
 };
 
-template <class T, int kD, int kConsumers, int kN>
+// kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
+template <class T, int kD, int kConsumers, int kN, int kTogether = (32 << 20) / (4 * kD)>
 struct PrefillSm90 {
   static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
   static constexpr int kRows = 64 * kConsumers;
@@ -73,12 +74,6 @@ struct PrefillSm90 {
     int sums[4];
     int prefix[sm90::kGroup + 1];
   };
-  // Keys, of several heads, whose k and v are two thirds of the second cache: tiles that run at the same time read these.
-#ifdef PA_TOGETHER  // of tests
-  static constexpr int kTogether = PA_TOGETHER;
-#else
-  static constexpr int kTogether = (32 << 20) / (4 * kD);
-#endif
   static constexpr int kWork = kQStages * kQBytes + (kKStages + kVStages) * kStageBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
@@ -192,11 +187,11 @@ struct PrefillSm90 {
 
   // Where the keys of a box begin.
   struct Where { int page, row; };
-  // Box lane() of a block.
+  // Box lane() of a block; of one that is not the tile's, or does not come in boxes, nothing is looked at.
   PA_DEVICE Where look_up(const Tile& t, int block) const {
     const int key = block * kN + warp::lane() * maps.rows;
     if (!(p.flags & kPaged)) return {p.cu_k ? 0 : t.b, static_cast<int>(t.s.start_k) + key};
-    if (warp::lane() >= maps.boxes || block >= t.boxed) return {0, 0};
+    if (warp::lane() >= maps.boxes || block < t.first || block >= t.boxed) return {0, 0};
     return {static_cast<int>(page_of(p, t.b, key)), static_cast<int>(row_of_key(p, t.s, key))};
   }
 
@@ -272,10 +267,16 @@ struct PrefillSm90 {
     }
   }
 
+  // With one stage, the tile before may be waited for: it may have nothing but a q, which is yet to be told of.
+  PA_DEVICE void acquire_q(Copier& c) const {
+    if (kQStages == 1) tell<0>(c);
+    acquire(kEmptyQ + c.q.stage, c.q.parity);
+  }
+
   PA_DEVICE void copy_q(Copier& c, const Tile& t) const {
     constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
     const int stage = c.q.stage, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
-    acquire(kEmptyQ + stage, c.q.parity);
+    acquire_q(c);
     const void* nowhere = reinterpret_cast<const void*>(reinterpret_cast<u64>(p.q) & ~15ull);  // an aligned address, of which nothing is read
 #pragma unroll 1
     for (int some = 0; some < kEach; some += 32) {
@@ -316,7 +317,7 @@ struct PrefillSm90 {
       return copy_q(c, t);
     }
     if (thread_x() == 0) t.b = -1;
-    acquire(kEmptyQ + c.q.stage, c.q.parity);
+    acquire_q(c);
     begun(c, kFullQ + c.q.stage);
   }
 
@@ -619,6 +620,7 @@ struct PrefillSm90 {
         release(kEmptyV + vs.stage);
         vs.next();
       } else {
+        warp::wave_sync();  // no products: a lane could still be waiting for q
         release(kEmptyQ + stage);
       }
       write(t, st, first_row);

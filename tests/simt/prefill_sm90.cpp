@@ -2,7 +2,11 @@
 #include "../../csrc_cuda/prefill_sm90.h"
 
 using namespace portattn;
+#ifdef PA_TOGETHER
+using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N, PA_TOGETHER>;
+#else
 using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N>;
+#endif
 
 extern "C" int portattn_simt_prefill_sm90(const AttentionParams* p, const KvMaps* maps, int grid_x, int grid_y, int order, unsigned seed, char* error, int capacity) {
   const std::string text = simt::launch(grid_x, grid_y, Kernel::kThreads, Kernel::kSharedBytes + sm90::kAlignment, static_cast<simt::Order>(order), seed,

@@ -73,9 +73,21 @@ def test_bits_do_not_depend_on_the_order_of_lanes_and_blocks(order, blocks):
     assert torch.equal(first, again)
 
 
-def test_more_queries_than_keys_and_no_keys_at_all():
-    out, lse = check(*paged([20, 0], len_q=70))
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("dim, n", [(64, 64), (256, 80)])  # with room for q of two tiles, and of one
+def test_more_queries_than_keys_and_no_keys_at_all(dim, n, maps):
+    out, lse = check(*paged([20, 0], len_q=70, dim=dim), n=n, blocks=1, maps=maps)
     assert not out[1].any() and (lse[1] == float("-inf")).all() and not out[0, :50].any()
+
+
+@pytest.mark.parametrize("order", [host.FORWARD, host.REVERSE])
+@pytest.mark.parametrize("lens, q_lens, dim, n, options", [
+    ([64, 0], [40, 40], 192, 96, dict(heads=(4, 1))), ([0, 20, 0], [150, 0, 0], 64, 64, dict(heads=(2, 2), page=48, window=(0, 0))),
+    ([20, 0, 200], [90, 150, 90], 256, 80, dict(heads=(2, 2), page=7, causal=False)),
+], ids=lambda x: str(len(x)) if isinstance(x, list) else None)
+def test_tiles_without_keys_among_others(lens, q_lens, dim, n, options, order):
+    few = [b for b, rows in enumerate(q_lens) if rows * options["heads"][0] // options["heads"][1] <= 64 and rows]
+    check(*paged(lens, q_lens=q_lens, dim=dim, **options), skip=few, n=n, blocks=1, order=order)
 
 
 @pytest.mark.parametrize("dim, dim_v, consumers, n", [(128, 128, 2, 128), (64, 64, 2, 192), (96, 40, 2, 96), (80, 80, 2, 64), (192, 128, 2, 96),
