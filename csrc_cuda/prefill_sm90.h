@@ -58,7 +58,8 @@ struct PrefillSm90 {
   struct Tile {
     int b, head_kv, first_row;
     int first, last;  // key blocks [first, last)
-    int boxed;        // key blocks before this one come in boxes
+    int boxed_first, boxed;  // key blocks [boxed_first, boxed) come in boxes
+    int lo;                  // no row sees a key before this one: pages there may hold anything
     Sequence s;
   };
   enum {
@@ -137,9 +138,11 @@ struct PrefillSm90 {
       const Span v = visible(p, t.s, first, last);
       t.first = quotient(v.lo, kN);
       t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
-      // No key of a boxed block lies past the length, or nothing but the tensor's end does.
+      // No key of a boxed block lies past the length, or nothing but the tensor's end does; none in a page left of all windows.
       const bool whole = !p.cu_k && !(p.flags & kPaged) && t.s.len_k == p.len_k;
       t.boxed = !(p.flags & kMapped) ? 0 : whole ? t.last : quotient(t.s.len_k, kN);
+      t.boxed_first = p.flags & kPaged ? quotient(v.lo / 16 * 16 + kN - 1, kN) : t.first;
+      t.lo = v.lo;
       to = t;
     }
     sm90::meet<sm90::kGroup>(kCopiers);
@@ -191,11 +194,11 @@ struct PrefillSm90 {
   PA_DEVICE Where look_up(const Tile& t, int block) const {
     const int key = block * kN + warp::lane() * maps.rows;
     if (!(p.flags & kPaged)) return {p.cu_k ? 0 : t.b, static_cast<int>(t.s.start_k) + key};
-    if (warp::lane() >= maps.boxes || block < t.first || block >= t.boxed) return {0, 0};
+    if (warp::lane() >= maps.boxes || block < t.boxed_first || block >= t.boxed) return {0, 0};
     return {static_cast<int>(page_of(p, t.b, key)), static_cast<int>(row_of_key(p, t.s, key))};
   }
 
-  // One block of keys or values to the next stage; zeros past the length and past head_dim. Bit i of `mine`: this lane starts the box that
+  // One block of keys or values to the next stage; zeros past the length, before what rows see and past head_dim. Bit i of `mine`: this lane starts the box that
   // panel i of its keys is; no bit in any lane: the warp does not even wait, for a phase that may be over.
   template <bool kOfV>
   PA_DEVICE void copy_block(Copier& c, const Tile& t, int block, const Where& where, u32 mine, bool any) const {
@@ -204,7 +207,7 @@ struct PrefillSm90 {
     if (kOfV) c.v.next();
     else c.k.next();
     u8* to = (kOfV ? v_tile : k_tile) + stage * kStageBytes;
-    if (block >= t.boxed) {
+    if (block < t.boxed_first || block >= t.boxed) {
       acquire(empty, parity);
       copy_pieces(t, block, kOfV, to);
       return begun(c, full);
@@ -227,7 +230,7 @@ struct PrefillSm90 {
   PA_DEVICE void copy_pieces(const Tile& t, int block, bool of_v, u8* to) const {
     const int dim = of_v ? p.head_dim_v : p.head_dim;
     const T* from = static_cast<const T*>(of_v ? p.v : p.k);
-    const int left = t.s.len_k - block * kN;  // of keys past the length no byte is read
+    const int left = t.s.len_k - block * kN, skip = t.lo - block * kN;  // of keys past the length, and of those before `lo`, no byte is read
     constexpr int kEach = ceil_div(16 * kPieces, sm90::kGroup);
     const i64 token_stride = of_v ? p.v_token : p.k_token;
     const bool together = (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned);
@@ -247,14 +250,14 @@ struct PrefillSm90 {
           const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
           if (16 * kPieces % sm90::kGroup != 0 && piece >= 16 * kPieces) break;
           copy_async16(to + g * 16 * 128 + c / 8 * kPanelBytes + sm90::place(r, c & 7), begin + r * token_stride + c * 8,
-                       g * 16 + r < left ? min_of(16, max_of(0, dim - c * 8) * 2) : 0);
+                       g * 16 + r < left && g * 16 + r >= skip ? min_of(16, max_of(0, dim - c * 8) * 2) : 0);
         }
       }
     } else {
 #pragma unroll 1
       for (int piece = thread_x(); piece < kN * kPieces; piece += sm90::kGroup) {
         const int r = piece / kPieces, c = piece % kPieces, key = block * kN + r;
-        const int n = r < left ? min_of(8, max_of(0, dim - c * 8)) : 0;
+        const int n = r < left && r >= skip ? min_of(8, max_of(0, dim - c * 8)) : 0;
         i64 at = 0;
         if (n) {
           const KvOffset o = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
@@ -352,6 +355,7 @@ struct PrefillSm90 {
           begin_tile(c, taken, tiles);
         }
         if (i == n) break;
+        if (i + 2 == n && n > 1 && t.first < t.boxed_first) sm90::meet<sm90::kGroup>(kCopiers);  // as above, for the last block
         if (i + 1 < n) copy_block<false>(c, t, last - i - 1, next, mine, any);
         if (i >= 0) copy_block<true>(c, t, last - i, now, mine, any);
         now = next;

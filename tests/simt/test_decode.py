@@ -55,6 +55,18 @@ def paged(lens, *, heads=(4, 2), dim=64, dim_v=None, page=16, dtype=torch.bfloat
     return call, (q, k, v, table, lengths), kw
 
 
+def poisoned_left(call):
+    """The call after what lies in pages left of every window has gone: NaN in them, and wild table entries."""
+    k, v, table, page = call.k.clone(), call.v.clone(), call.block_table.clone(), call.k.shape[1]
+    q_lens = [call.q.shape[1]] * len(call.kv_lens) if call.cu_seqlens_q is None else call.cu_seqlens_q.diff().tolist()
+    for b, (n, rows) in enumerate(zip(call.kv_lens.tolist(), q_lens)):
+        gone = max(0, n - rows - call.window_left) // page
+        k[table[b, :gone]] = v[table[b, :gone]] = float("nan")
+        table[b, :gone] = 10**9
+    assert not torch.equal(table, call.block_table)
+    return call._replace(k=k, v=v, block_table=table)
+
+
 def check(call, args, kw, **how):
     out, lse = host.decode(call, **how)
     want, want_lse = reference.attention_paged(*args, **kw)
@@ -202,6 +214,12 @@ def test_nan_inside_the_length_is_the_callers_and_reaches_its_rows_alone(which):
     cache[call.block_table[0, 1], 3] = float("nan")
     out, lse = host.decode(call, grid=6)
     assert out[0].isnan().all() and lse[0].isnan().all() == (which == "k") and not out[1].isnan().any() and not lse[1].isnan().any()
+
+
+@pytest.mark.parametrize("page", [1, 7, 16, 48])
+def test_pages_left_of_every_window_may_hold_anything(page):
+    call, args, kw = paged([100, 333, 30], len_q=3, window=(16, 0), page=page)
+    check(poisoned_left(call), args, kw, grid=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

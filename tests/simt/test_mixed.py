@@ -10,7 +10,7 @@ from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
 from . import host
-from .test_decode import paged
+from .test_decode import paged, poisoned_left
 
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
@@ -46,6 +46,12 @@ def test_head_dims(dim, dim_v, m, n):
 def test_eight_bit_cache_scales_and_float_out():
     call, args, kw = paged([100, 40], cache="e4m3", q_lens=[60, 3], k_scale=torch.tensor(0.7), v_scale=torch.tensor([[1.1, 0.4], [2.0, 1.0]]))
     check(call._replace(out=torch.empty(63, 4, 65)[..., :64]), args, kw, parts=4)
+
+
+@pytest.mark.parametrize("page", [1, 16, 48])
+def test_pages_left_of_every_window_may_hold_anything(page):
+    call, args, kw = paged([300, 133, 90], q_lens=[150, 40, 1], window=(20, 0), page=page)
+    check(poisoned_left(call), args, kw, parts=6)
 
 
 def test_rotary_turns_q():

@@ -14,7 +14,7 @@ from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
 from . import host
-from .test_decode import paged
+from .test_decode import paged, poisoned_left
 
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
@@ -135,6 +135,14 @@ def test_ragged_keys_among_which_others_poison_lies(order):
     keep = torch.cat([torch.arange(70), torch.arange(220, 260)])
     close_out(out[keep], want[keep], plain[keep], q.dtype)
     assert out[70:220].isnan().all()
+
+
+@pytest.mark.parametrize("order", [host.FORWARD, host.RANDOM])
+@pytest.mark.parametrize("page", [1, 16, 48])
+def test_pages_left_of_every_window_may_hold_anything(page, order):
+    """Blocks with such pages come in pieces after others that came in boxes, the warps without boxes far ahead."""
+    call, args, kw = paged([300, 420, 133], q_lens=[90, 150, 40], window=(150, 0), page=page)
+    check(poisoned_left(call), args, kw, order=order, blocks=1)
 
 
 @pytest.mark.parametrize("maps", [True, False])

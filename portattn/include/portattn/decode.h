@@ -91,14 +91,16 @@ struct Decode {
 
   // Starts the copies of this wave's keys and values of a unit.
   PA_DEVICE void load(const Cursor<kUnit, P>& c, i64 page, int slot) const {
-    load(c.s, c.b, c.head_kv, page, c.key() + wave * kKeys, slot);
+    int lo = 0;
+    if (p.window_left >= 0) lo = first_seen(p, c.s, token_of(p, c.first_row));
+    load(c.s, c.b, c.head_kv, page, c.key() + wave * kKeys, slot, lo);
   }
   // Of the 16 keys from `first` on.
-  PA_DEVICE void load(const Sequence& s, int b, int head, i64 page, int first, int slot) const {
+  PA_DEVICE void load(const Sequence& s, int b, int head, i64 page, int first, int slot, int lo) const {
     constexpr int kSize = static_cast<int>(sizeof(C)), kEach = 16 / kSize, kPieces = kD / kEach, kAll = kKeys * kPieces;
     C* k_to = reinterpret_cast<C*>(stage(wave, slot));
     C* v_to = k_to + kKeys * kCachePitch;
-    const int count = s.len_k - first;
+    const int count = first + kKeys > lo ? s.len_k - first : 0;  // a page left of all windows is not read
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
     if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
@@ -137,12 +139,13 @@ struct Decode {
     for (int piece = lane; piece < kAll; piece += warp::kWave) {
       const int r = piece / kPieces, d = piece % kPieces * kEach;
       KvOffset at = {0, 0};
-      if (r < count) at = kv_offset(p, s, page_of(p, b, first + r), first + r, head);
+      const bool some = r < count && first + r >= lo;
+      if (some) at = kv_offset(p, s, page_of(p, b, first + r), first + r, head);
 #pragma unroll 1
       for (int of_v = 0; of_v < 2; ++of_v) {
         C* to = (of_v ? v_to : k_to) + place(r, d);
         const C* from = (of_v ? v_base + at.v : k_base + at.k) + d;
-        const int n = r < count ? min_of(kEach, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d)) : 0;
+        const int n = some ? min_of(kEach, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d)) : 0;
         if (p.flags & kAligned) copy_async16(to, n ? from : of_v ? v_base : k_base, n * kSize);
         else copy_elements16(to, from, n);
       }
@@ -266,6 +269,7 @@ struct Decode {
     Row row[mma::kSlots];
     Score scoring;
     int clear_lo, clear_hi;  // keys that every row sees: no mask there
+    int lo;                  // no row sees a key before this one: pages there may hold anything
   };
 
   // The empty state. Set when a segment is finished, not when the next begins: so the compiler knows that no register
@@ -297,12 +301,14 @@ struct Decode {
     const int shift = c.s.len_k - c.s.len_q;
     const int first = token_of(p, c.first_row), last = min_of(c.s.len_q - 1, token_of(p, c.first_row + kTileRows - 1));
     st.clear_lo = p.window_left >= 0 ? last + shift - p.window_left : 0;
+    st.lo = first_seen(p, c.s, first);
     st.clear_hi = p.window_right >= 0 ? min_of(c.s.len_k, first + shift + min_of(p.window_right, 1 << 30) + 1) : c.s.len_k;
   }
 
   // One unit: this wave's 16 keys, from `key` on. `between` is called when the keys are consumed and the values are not yet.
   template <class Between>
   PA_DEVICE void step(const Sequence& seq, int key, State& st, int slot, Between between) const {
+    if (!kStaged && key + kKeys <= st.lo) return;
     const T* k = kWiden ? widened(wave) : reinterpret_cast<const T*>(stage(wave, slot));
     const T* v = k + kKeys * kTilePitch;
     mma::Acc s[2] = {};

@@ -62,6 +62,12 @@ PA_DEVICE Span visible(const P& p, const Sequence& s, int first, int last) {
   return v;
 }
 
+// No row from `first` on of a sequence sees a key before this one; pages that end there may hold anything.
+template <class P>
+PA_DEVICE int first_seen(const P& p, const Sequence& s, int first) {
+  return p.window_left >= 0 ? max_of(0, first + s.len_k - s.len_q - p.window_left) : 0;
+}
+
 // A row of keys and one of values, in elements from k and v.
 struct KvOffset { i64 k, v; };
 

@@ -152,6 +152,8 @@ struct Prefill {
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
     const int first = block * kN;
+    int lo = 0;
+    if (p.window_left >= 0) lo = first_seen(p, t.s, quotient(t.first_row, p.group));
     if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -161,7 +163,7 @@ struct Prefill {
           const int piece = j * kThreads + thread_x(), r = piece / kPieces, d = piece % kPieces * kEach;
           if (16 * kPieces % kThreads != 0 && piece >= 16 * kPieces) break;
           const int to = (g * 16 + r) * kCachePitch + d;
-          const bool some = first + g * 16 + r < t.s.len_k;  // of keys past the length no byte is read
+          const bool some = first + g * 16 + r < t.s.len_k && first + g * 16 + r >= lo;  // of other keys no byte is read
           copy_async16(k_to + to, k_base + at.k + r * p.k_token + d, some ? min_of(16, max_of(0, p.head_dim - d) * kSize) : 0);
           copy_async16(v_to + to, v_base + at.v + r * p.v_token + d, some ? min_of(16, max_of(0, p.head_dim_v - d) * kSize) : 0);
         }
@@ -172,12 +174,12 @@ struct Prefill {
     for (int piece = thread_x(); piece < kN * kPieces; piece += kThreads) {
       const int r = piece / kPieces, d = piece % kPieces * kEach, key = first + r;
       KvOffset at = {0, 0};
-      if (key < t.s.len_k) at = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
+      if (key < t.s.len_k && key >= lo) at = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
 #pragma unroll 1
       for (int of_v = 0; of_v < 2; ++of_v) {
         C* to = (of_v ? v_to : k_to) + r * kCachePitch + d;
         const C* from = (of_v ? v_base + at.v : k_base + at.k) + d;
-        const int n = key < t.s.len_k ? min_of(kEach, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d)) : 0;
+        const int n = key < t.s.len_k && key >= lo ? min_of(kEach, max_of(0, (of_v ? p.head_dim_v : p.head_dim) - d)) : 0;
         if (p.flags & kAligned) copy_async16(to, n ? from : of_v ? v_base : k_base, n * kSize);
         else copy_elements16(to, from, n);
       }
