@@ -269,7 +269,6 @@ struct Decode {
     Row row[mma::kSlots];
     Score scoring;
     int clear_lo, clear_hi;  // keys that every row sees: no mask there
-    int lo;                  // no row sees a key before this one: pages there may hold anything
   };
 
   // The empty state. Set when a segment is finished, not when the next begins: so the compiler knows that no register
@@ -301,14 +300,12 @@ struct Decode {
     const int shift = c.s.len_k - c.s.len_q;
     const int first = token_of(p, c.first_row), last = min_of(c.s.len_q - 1, token_of(p, c.first_row + kTileRows - 1));
     st.clear_lo = p.window_left >= 0 ? last + shift - p.window_left : 0;
-    st.lo = first_seen(p, c.s, first);
     st.clear_hi = p.window_right >= 0 ? min_of(c.s.len_k, first + shift + min_of(p.window_right, 1 << 30) + 1) : c.s.len_k;
   }
 
   // One unit: this wave's 16 keys, from `key` on. `between` is called when the keys are consumed and the values are not yet.
   template <class Between>
   PA_DEVICE void step(const Sequence& seq, int key, State& st, int slot, Between between) const {
-    if (!kStaged && key + kKeys <= st.lo) return;
     const T* k = kWiden ? widened(wave) : reinterpret_cast<const T*>(stage(wave, slot));
     const T* v = k + kKeys * kTilePitch;
     mma::Acc s[2] = {};
