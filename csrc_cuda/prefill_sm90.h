@@ -15,8 +15,9 @@
 // Cost       4 x rows x keys x kD flops.
 // Vendor     sm_90a.
 // Copies     Blocks whose keys are all the sequence's come in boxes by the copy engine (TMA), as many rows at a time as lie in
-//            one page. A sequence's last block, of which no byte past the length may count, and keys that no tensor map
-//            describes come in asynchronous copies of 16 bytes, or elements.
+//            one page. A sequence's last block, of which no byte past the length may count, the block at the left edge of a
+//            tile's windows, before which pages may hold anything, and keys that no tensor map describes come in
+//            asynchronous copies of 16 bytes, or elements.
 // Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 

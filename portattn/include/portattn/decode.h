@@ -91,8 +91,7 @@ struct Decode {
 
   // Starts the copies of this wave's keys and values of a unit.
   PA_DEVICE void load(const Cursor<kUnit, P>& c, i64 page, int slot) const {
-    int lo = 0;
-    if (p.window_left >= 0) lo = first_seen(p, c.s, token_of(p, c.first_row));
+    const int lo = p.window_left >= 0 ? visible(p, c.s, token_of(p, c.first_row), 0).lo : 0;
     load(c.s, c.b, c.head_kv, page, c.key() + wave * kKeys, slot, lo);
   }
   // Of the 16 keys from `first` on.

@@ -47,7 +47,8 @@ PA_DEVICE i64 lse_offset(const P& p, const Sequence& s, int b, int token, int he
   return b * p.lse_batch + (s.start_q + token) * p.heads_q + head;
 }
 
-// The keys that rows [first, last] of a sequence can see: [lo, hi). Row i stands at position i + len_k - len_q.
+// The keys that rows [first, last] of a sequence can see: [lo, hi); pages that end before may hold anything. Row i stands at
+// position i + len_k - len_q.
 struct Span { int lo, hi; };
 template <class P>
 PA_DEVICE Span visible(const P& p, const Sequence& s, int first, int last) {
@@ -60,12 +61,6 @@ PA_DEVICE Span visible(const P& p, const Sequence& s, int first, int last) {
   }
   if (v.hi < v.lo) v.hi = v.lo;
   return v;
-}
-
-// No row from `first` on of a sequence sees a key before this one; pages that end there may hold anything.
-template <class P>
-PA_DEVICE int first_seen(const P& p, const Sequence& s, int first) {
-  return p.window_left >= 0 ? max_of(0, first + s.len_k - s.len_q - p.window_left) : 0;
 }
 
 // A row of keys and one of values, in elements from k and v.

@@ -152,8 +152,7 @@ struct Prefill {
     const C* k_base = static_cast<const C*>(p.k);
     const C* v_base = static_cast<const C*>(p.v);
     const int first = block * kN;
-    int lo = 0;
-    if (p.window_left >= 0) lo = first_seen(p, t.s, quotient(t.first_row, p.group));
+    const int lo = p.window_left >= 0 ? visible(p, t.s, quotient(t.first_row, p.group), 0).lo : 0;
     if ((p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned)) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
