@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import config, registry, validate
-from .device import capturing
+from .device import capturing, without_autocast
 from .dialect import AFTER, OURS, after, lse_as
 from .problem import Call
 from .recent import Recent
@@ -100,7 +100,7 @@ def _check_overlap(call: Call) -> None:
 
 def _run_without_autocast(bound: Bound, call: Call) -> Any:
     """Autocast would turn a float32 product into a 16-bit one inside a backend."""
-    with torch.autocast(call.q.device.type, enabled=False):
+    with without_autocast(call.q.device.type):
         return bound.run(call, bound)
 
 

@@ -7,9 +7,10 @@ CUDA's device order, MIG slices and visibility are then always those that torch 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
-from typing import NamedTuple
+from typing import ContextManager, NamedTuple
 
 import torch
 
@@ -64,3 +65,10 @@ def cpu_arch() -> str:
 def capturing(device: torch.device) -> bool:
     """Whether the current stream of a CUDA or HIP device is being captured into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def without_autocast(device_type: str) -> ContextManager[None]:
+    """Autocast switched off for a type of device: it would turn float32 products into 16-bit ones. Some types have none."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

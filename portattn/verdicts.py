@@ -21,7 +21,7 @@ import torch
 
 from . import config
 from .capability import Reason
-from .device import facts
+from .device import facts, without_autocast
 from .problem import Call, Problem
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}  # of values of order 1: far above rounding, far below a fault
@@ -189,8 +189,8 @@ def measure(bound: Any, device: torch.device) -> tuple[float, float]:
     """(largest error against the float64 reference, seconds of a second run) of a tiny problem of the bound kind."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    # torch.device: engines set another default device while they load a model.
-    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
+    # torch.device: engines set another default device while they load a model. Autocast, as the first call may come from inside one.
+    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"), without_autocast("cpu"), without_autocast(device.type):
         layout = bound.problem.layout
         build = {"cache_append": _append, "merge_states": _merge}.get(layout, _attention)
         run, expected = build(bound, device)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from portattn.device import without_autocast
+
 from . import arith, lengths, tiled
 from .tiled import INF, Rules
 
@@ -36,7 +38,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias, slopes, sinks, out, lse = ctx.saved_tensors
         rules = ctx.rules._replace(bias=bias, slopes=slopes, sinks=sinks)
         need = (ctx.needs_input_grad[3], ctx.needs_input_grad[4])
-        grads = _backward(q, k, v, rules, ctx.lens, out, lse, d_out, d_lse, need, ctx.limit)
+        with without_autocast(q.device.type):
+            grads = _backward(q, k, v, rules, ctx.lens, out, lse, d_out, d_lse, need, ctx.limit)
         return (*grads, None, None, None, None)
 
 
