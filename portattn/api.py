@@ -47,7 +47,9 @@ _recent_dense, _recent_varlen, _recent_paged = Recent(), Recent(), Recent()
 
 
 def _meta(x: Any) -> Any:
-    """What a key must know of an optional argument."""
+    """What a key must know of an optional argument, or of several tensors in a list."""
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_meta, x))
     return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
 
 
@@ -166,7 +168,8 @@ def attention(
     The alignment and window follow FlashAttention 2; lse's base and the empty row are portattn's own.
     """
     options = (causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
-               return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend,
+               return_lse is True or return_lse is not False and (return_lse,), num_splits,
+               batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend,
                bias is None, alibi_slopes is None, sinks is None, out is None, _lse)
     tensors = (q, k, v)
     if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
@@ -256,7 +259,8 @@ def attention_varlen(
         torch.Size([7, 8, 64])
     """
     options = (max_seqlen_q, max_seqlen_k, causal is True or causal is not False and (causal,), window_size, softmax_scale,
-               softcap, return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend,
+               softcap, return_lse is True or return_lse is not False and (return_lse,), num_splits,
+               batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend,
                cu_seqlens_k is cu_seqlens_q, seqused_k is None, alibi_slopes is None, sinks is None, out is None, _lse)
     tensors = (q, k, v, cu_seqlens_q)
     if cu_seqlens_k is not cu_seqlens_q:
@@ -369,10 +373,11 @@ def attention_paged(
         torch.Size([1, 1, 8, 64])
     """
     appends, turns = k is not None or v is not None, rotary_cos is not None or rotary_sin is not None
-    options = (cu_seqlens_q is None, out is None, appends, turns, max_seqlen_q, rotary_interleaved, kv_layout,
+    options = (cu_seqlens_q is None, out is None, appends, turns, max_seqlen_q,
+               rotary_interleaved is True or rotary_interleaved is not False and (rotary_interleaved,), kv_layout,
                causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-               return_lse is True or return_lse is not False and (return_lse,), num_splits, batch_invariant, backend, _counting,
-               _lse)
+               return_lse is True or return_lse is not False and (return_lse,), num_splits,
+               batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend, _counting, _lse)
     tensors = (q, k_cache, v_cache, block_table, kv_lens)
     if cu_seqlens_q is not None:
         tensors += (cu_seqlens_q,)
@@ -470,8 +475,8 @@ def cache_append(
             v.dtype, v.device, k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device, v_cache.shape,
             v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
             slot_mapping.is_contiguous() or slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device,
-            _grad_mode() and (k.requires_grad, v.requires_grad), kv_layout, _meta(k_scale), _meta(v_scale), backend, _order(),
-            _state(),
+            _grad_mode() and (k.requires_grad, v.requires_grad, k_cache.requires_grad, v_cache.requires_grad), kv_layout,
+            _meta(k_scale), _meta(v_scale), backend, _order(), _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong
@@ -552,7 +557,7 @@ class Plan:
         self._plain(arguments)
 
     def _plain(self, arguments: dict[str, Any]) -> None:
-        if _is_traced(*arguments.values()):
+        if _is_traced(*(y for x in arguments.values() for y in (x if isinstance(x, (list, tuple)) else (x,)))):
             raise validate.ArgumentError("plan: wanted tensors that are what their memory holds, and nothing that traces; "
                                          "call the function itself")
 

@@ -546,7 +546,8 @@ def cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_sca
 
     n = Normal(check=config.flag("PORTATTN_CHECK"), notes=notes)
     problem = _problem("cache_append", k, k_cache, (hkv, hkv), (k.shape[-1], v.shape[-1]), n, page_size=page,
-                       kv_scale=k_scale is not None or v_scale is not None, grad=_needs_grad(k, v))
+                       kv_scale=k_scale is not None or v_scale is not None,
+                       grad=_needs_grad(k, v, k_cache, v_cache, k_scale, v_scale))
     return _bind(problem, n, k.device, backend, known_answer, extra)
 
 

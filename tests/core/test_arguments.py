@@ -143,6 +143,15 @@ def test_a_cached_call_does_not_hide_a_fault():
         portattn.attention(q, q, q, causal=1)
     with pytest.raises(ArgumentTypeError):
         portattn.attention(q, q, q, causal=torch.tensor(True))
+    for _ in range(4):
+        dense(batch_invariant=True)
+        varlen(batch_invariant=True)
+        paged(batch_invariant=True, rotary_cos=torch.ones(16, 4), rotary_sin=torch.ones(16, 4), rotary_interleaved=True)
+    for call in (dense, varlen, paged):
+        with pytest.raises(ArgumentTypeError, match="batch_invariant"):
+            call(batch_invariant=1)
+    with pytest.raises(ArgumentTypeError, match="rotary_interleaved"):
+        paged(rotary_cos=torch.ones(16, 4), rotary_sin=torch.ones(16, 4), rotary_interleaved=1)
     portattn.attention(q, q, q, window_size=[1, 0])
     with pytest.raises(ArgumentError):
         portattn.attention(q, q, q, window_size=[1, -3])
@@ -203,6 +212,18 @@ def test_what_wants_a_gradient_is_not_taken_for_what_does_not(known):
         paged(q=q)
     with torch.no_grad():
         paged(q=q)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "k_scale", "v_scale"])
+def test_an_append_drops_no_gradient_silently(name):
+    scales = dict(k_scale=torch.ones(2), v_scale=torch.ones(2))
+    append(**scales)
+    given = dict(k=torch.randn(3, 2, 8), v=torch.randn(3, 2, 8), k_cache=torch.zeros(2, 4, 2, 8), v_cache=torch.zeros(2, 4, 2, 8)) | scales
+    given[name].requires_grad_()
+    with pytest.raises(NoBackendError, match="grad"):
+        append(**given)
+    with torch.no_grad():
+        append(**given)
 
 
 def test_what_needed_no_gradient_under_no_grad_needs_one_without(known):

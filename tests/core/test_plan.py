@@ -29,6 +29,16 @@ def test_a_plan_of_every_call():
         assert torch.equal(a, b)
 
 
+def test_a_plan_of_states_in_a_list_takes_other_lists():
+    outs, lses = list(torch.randn(2, 3, 2, 8)), list(torch.randn(2, 3, 2))
+    plan = portattn.plan(portattn.merge_states, outs, lses)
+    for a, b in zip(plan(outs=outs[::-1]), portattn.merge_states(outs[::-1], lses)):
+        assert torch.equal(a, b)
+    for changed in ([outs[0], outs[1][:2]], outs[:1], [outs[0], torch._neg_view(outs[1])]):
+        with pytest.raises(portattn.ArgumentError, match="plan: "):
+            plan(outs=changed)
+
+
 @pytest.mark.parametrize("changed", [dict(q=torch.randn(2, 6, 4, 16)), dict(q=torch.randn(2, 5, 4, 16).half()), dict(causal=False),
                                      dict(q=torch.randn(2, 4, 5, 16).transpose(1, 2)), dict(softcap=2.0)])
 def test_a_plan_refuses_what_it_was_not_made_for(qkv, changed):
