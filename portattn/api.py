@@ -91,13 +91,13 @@ def _is_traced(*tensors: Any) -> bool:
     return any(isinstance(x, Tensor) and not x.is_nested and bool(x.is_neg() or dispatches(x)) for x in tensors)
 
 
-def _check_overlap(call: Call) -> None:
+def _check_overlap(out: Tensor, **inputs: Any) -> None:
     """An `out` at the address of an input is refused; addresses are no part of a key."""
-    pointer = call.out.data_ptr()
-    if pointer and (pointer == call.q.data_ptr() or pointer == call.k.data_ptr() or pointer == call.v.data_ptr() or (
-        call.k_new is not None and (pointer == call.k_new.data_ptr() or pointer == call.v_new.data_ptr())
-    ) or (call.bias is not None and pointer == call.bias.data_ptr())):
-        raise validate.overlap(call)
+    pointer = out.data_ptr()
+    if pointer:  # 0 without elements
+        for name, x in inputs.items():
+            if x is not None and x.data_ptr() == pointer:
+                raise validate.ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
 
 
 def _run_without_autocast(bound: Bound, call: Call) -> Any:
@@ -193,13 +193,13 @@ def attention(
 
 def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, within=None, **_):
     n, given = bound.normal, out
+    if given is not None:
+        _check_overlap(given, q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None,
                         n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out, n.lse, n.num_splits,
                         n.invariant, AFTER, n.lse_form, within))
-    if given is not None:
-        _check_overlap(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
     if n.lse_after:
         got = (got[0], lse_as(n.lse_after, got[1]))
@@ -288,14 +288,14 @@ def attention_varlen(
 def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=None, alibi_slopes=None, sinks=None, out=None,
                       within=None, **_):
     n, given = bound.normal, out
+    if given is not None:
+        _check_overlap(given, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks, cu_seqlens_q,
                         cu_seqlens_k, seqused_k, n.max_q, n.max_k, None, None, None, None, None, None, False, None, None, out,
                         n.lse, n.num_splits, n.invariant, AFTER, n.lse_form, within))
-    if given is not None:
-        _check_overlap(call)
     if n.check:
         validate.values(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)
@@ -417,6 +417,9 @@ def attention_paged(
 def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=None, k=None, v=None, rotary_cos=None,
                      rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
     n, given = bound.normal, out
+    if given is not None:
+        _check_overlap(given, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks,
+                       rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if n.convert:
         kv_lens = after(kv_lens, n.convert, q, cu_seqlens_q)
     if bound.extra is not None:
@@ -425,8 +428,6 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
     call = _make(Call, (q, k_cache, v_cache, n.scale, n.causal, n.left, n.right, n.softcap, None, alibi_slopes, sinks,
                         cu_seqlens_q, None, None, n.max_q, n.max_k, block_table, kv_lens, k, v, rotary_cos, rotary_sin,
                         n.interleaved, k_scale, v_scale, out, n.lse, n.num_splits, n.invariant, n.counting, n.lse_form, None))
-    if given is not None:
-        _check_overlap(call)
     if n.check:
         validate.values(call)
     got = _run_without_autocast(bound, call) if _any_autocast() else bound.run(call, bound)

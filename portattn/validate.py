@@ -237,14 +237,6 @@ def _overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def overlap(call: Call) -> ArgumentError:
-    pointer = call.out.data_ptr()
-    name = next(n for n, t in (("q", call.q), ("k", call.k), ("v", call.v), ("k", call.k_new), ("v", call.v_new),
-                               ("bias", call.bias))
-                if t is not None and t.data_ptr() == pointer)
-    return ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
-
-
 def _loose(x: Tensor | None) -> bool:
     """Whether the last stride is not 1, so that a copy is needed."""
     return x is not None and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
@@ -428,7 +420,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     f.sinks(sinks, hq, q)
     f.scale("k_scale", k_scale, hkv, batch, q)
     f.scale("v_scale", v_scale, hkv, batch, q)
-    f.out(out, (*q.shape[:-1], dv), q, (q, k_cache, v_cache, k, v, alibi_slopes, sinks))
+    f.out(out, (*q.shape[:-1], dv), q, (q, k_cache, v_cache, k, v, alibi_slopes, sinks, rotary_cos, rotary_sin))
     f.raise_any()
 
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens,

@@ -28,7 +28,9 @@ def per_head(scale: Tensor | float | None, b: Tensor | None) -> Tensor | float |
 def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (..., H, D) turned by the angles of `position` (...), in float32; the first 2 * cos.shape[-1] dims turn."""
     half = cos.shape[-1]
-    at = position.clamp(0, max(cos.shape[0] - 1, 0)).flatten()  # rows at negative positions have no angle: any will do
+    if cos.shape[0] == 0:  # no row has an angle
+        return x.float()
+    at = position.clamp(0, cos.shape[0] - 1).flatten()  # rows at negative positions have no angle: any will do
     c, s = (t.index_select(0, at).float().view(*position.shape, 1, half) for t in (cos, sin))
     x = x.float()
     if interleaved:

@@ -283,6 +283,30 @@ def test_out_over_an_input_is_refused_on_every_call(name):
     assert torch.equal(tensors[name], before)
 
 
+@pytest.mark.parametrize("name", ["q", "sinks", "alibi_slopes", "bias", "k_cache", "k", "rotary_cos"])
+def test_out_over_an_input_of_another_kind_is_refused_in_a_known_call(name):
+    """Sinks, a bias or tables are read as long as rows are written; a q with gaps is copied, and still no place for out."""
+    def given():
+        if name in ("k_cache", "k", "rotary_cos"):
+            tensors = {"q": torch.randn(1, 2, 4, 8), "k_cache": torch.randn(2, 4, 1, 8), "v_cache": torch.randn(2, 4, 1, 8),
+                       "block_table": torch.tensor([[1]]), "kv_lens": torch.tensor([3]), "k": torch.randn(1, 8, 1, 8)[:, :2],
+                       "v": torch.randn(1, 2, 1, 8), "rotary_cos": torch.randn(16, 4), "rotary_sin": torch.randn(16, 4)}
+            return paged, tensors
+        tensors = {"q": torch.randn(1, 1, 4, 2)[..., ::2], "k": torch.randn(1, 3, 1, 1), "v": torch.randn(1, 3, 1, 1),
+                   "bias": torch.randn(1, 4, 1, 3), "sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
+        return dense, tensors
+
+    for _ in range(4):
+        call, tensors = given()
+        call(**tensors, out=torch.empty(tensors["q"].shape))
+    call, tensors = given()
+    aliased = tensors[name].as_strided(tensors["q"].shape, torch.empty(tensors["q"].shape).stride())
+    before = tensors[name].clone()
+    with pytest.raises(ArgumentError, match=f"out: .*memory of {name}$"):
+        call(**tensors, out=aliased)
+    assert torch.equal(tensors[name], before)
+
+
 def test_nothing_is_written_when_no_backend_takes_the_call():
     out, cache = torch.full((2, 1, 4, 8), 7.0), torch.full((6, 4, 2, 8), 3.0)
     with toy(capability=dict(features=[])), pytest.raises(NoBackendError):

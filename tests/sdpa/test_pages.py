@@ -50,3 +50,14 @@ def test_pages_left_of_every_window_may_be_anyones(pretend, kind, rows, window):
     cache.view(160, 2, 16)[:unseen] = float("nan")
     for got, expected in zip(portattn.attention_paged(q, cache, cache, table, torch.tensor([150]), **call), want):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_angles_of_no_position_turn_nothing(pretend, kind):
+    """A batch of padding alone: no row has a position, and a table of angles may have no row either."""
+    pretend(kind)
+    cache, new, angles = randn(2, 4, 2, 16), randn(1, 3, 2, 16), torch.ones(0, 8)
+    before = cache.clone()
+    out, lse = portattn.attention_paged(randn(1, 3, 4, 16), cache, cache.clone(), torch.tensor([[1]]), torch.tensor([0]), k=new, v=new,
+                                        rotary_cos=angles, rotary_sin=angles, return_lse=True, backend="sdpa")
+    assert not out.any() and (lse == -float("inf")).all() and torch.equal(cache, before)
