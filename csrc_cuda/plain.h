@@ -74,17 +74,36 @@ struct PlainDecode {
   PA_DEVICE int units_of(int len) const { return max_of(1, quotient(len + kUnit - 1, kUnit)); }
   PA_DEVICE int weight_of(int len) const { return len < 0 ? 0 : units_of(len) * p.line_heads; }
   PA_DEVICE int token(int b) const { return static_cast<int>(read_index(p.cu_q, b, false)); }
-  // A sequence's keys; -1: it is not one token's, another launch computes it.
-  PA_DEVICE int length(int b) const {
-    if (kRagged && token(b + 1) - token(b) != 1) return -1;
-    return length_of(p, b, p.len_k);
+  // The keys of kN sequences from b on; -1: there is none, or it is not one token's and another launch computes it.
+  template <int kN>
+  PA_DEVICE void lengths_from(int b, int (&len)[kN]) const {
+    const int before = p.dialect() & kBefore ? 1 : 0;
+    int start[kN + 1] = {};  // loads by kind, so that none waits for another
+#pragma unroll
+    for (int i = 0; i <= kN; ++i)
+      if (kRagged && b + i <= p.batch) start[i] = token(b + i);
+#pragma unroll
+    for (int i = 0; i < kN; ++i) len[i] = b + i < p.batch ? static_cast<int>(read_index(p.lengths, b + i, false)) : 0;
+    if (p.dialect() & kPrefixSums)
+#pragma unroll
+      for (int i = 0; i < kN; ++i) len[i] = b + i < p.batch ? static_cast<int>(read_index(p.lengths, b + i + 1, false)) - len[i] : 0;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      len[i] = min_of(max_of(len[i], -before), p.len_k - before) + before;
+      if (b + i >= p.batch || (kRagged && start[i + 1] - start[i] != 1)) len[i] = -1;
+    }
   }
   // The same of what is known already where it is; b is the same in every lane.
   PA_DEVICE int known(const int (&x)[4], int b) const {
     const int nth = b & 3;
     return warp::shfl_idx<32>(nth == 0 ? x[0] : nth == 1 ? x[1] : nth == 2 ? x[2] : x[3], b >> 2);
   }
-  PA_DEVICE int length_again(int b) const { return b < 128 && p.batch > 1 ? known(lens, b) : length(b); }
+  PA_DEVICE int length_again(int b) const {
+    if (b < 128 && p.batch > 1) return known(lens, b);
+    int len[1];
+    lengths_from(b, len);
+    return len[0];
+  }
   PA_DEVICE int token_again(int b) const { return b < 128 && p.batch > 1 ? known(starts, b) : token(b); }
 
   // 128 sequences from `base` on, four a lane: their lengths, and the units before this lane's.
@@ -92,14 +111,14 @@ struct PlainDecode {
   PA_DEVICE Chunk look_through(int base) const {
     Chunk c;
     if (p.batch == 1) {
+      int len[1];
+      lengths_from(0, len);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c.len[i] = length(0);
+      for (int i = 0; i < 4; ++i) c.len[i] = len[0];
       c.total = weight_of(c.len[0]);
       return c;
     }
-    const int from = base + 4 * lane;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c.len[i] = from + i < p.batch ? length(from + i) : -1;
+    lengths_from(base + 4 * lane, c.len);
     c.mine = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) c.mine += weight_of(c.len[i]);

@@ -16,6 +16,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
+from . import dialect
 from .driver import Driver, Function, LaunchConfig
 from .errors import KernelError
 from .instances import (
@@ -49,7 +50,7 @@ from .tensor_map import ALIGNMENT, BYTES, SWIZZLE_128, TensorMap
 ATTENTION = tuple((n, "Q") for n in (
     "q k v out lse lengths block_table cu_q cu_k alibi sinks k_scale v_scale rotary_cos rotary_sin partial counters".split())) + tuple(
     (n, "q") for n in ("q_batch q_token q_head k_batch k_token k_head v_batch v_token v_head out_batch out_token out_head lse_batch "
-                       "table_batch").split()) + tuple(
+                       "lse_token lse_head table_batch").split()) + tuple(
     (n, "i") for n in ("batch heads_q heads_kv group head_dim head_dim_v len_q len_k page_size page_shift window_left window_right alibi_batch "
                        "scale_batch_k scale_head_k scale_batch_v scale_head_v rotary_dim partial_rows cut_tiles lines line_heads workers "
                        "workers_shift").split()) + (
@@ -61,8 +62,9 @@ APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table 
 MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "q") for n in "outs_state lses_state rows".split()) + (
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
-OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED, TILED, MAPPED = (
-    1 << i for i in range(15))
+(OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED,
+ TILED, MAPPED, BEFORE, PREFIX_SUMS, UNSEEN_INF) = (1 << i for i in range(18))
+COUNTING = {dialect.AFTER: 0, dialect.BEFORE: BEFORE, dialect.PREFIX_SUMS: PREFIX_SUMS}  # the flag that says what lengths count
 
 
 def pack(fields: tuple[tuple[str, str], ...], values: dict[str, Any]) -> bytearray:
@@ -129,7 +131,7 @@ def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
         scale *= call.k_scale
     if call.v_scale is not None and not isinstance(call.v_scale, Tensor):
         v_factor = call.v_scale
-    flags = PAGED if paged else 0
+    flags = (PAGED if paged else 0) | COUNTING[call.counting] | (UNSEEN_INF if call.lse_form == dialect.FLASH_ATTN_2 else 0)
     lengths = call.kv_lens if paged else call.seqused_k
     for bit, on in (
         (OUT_FLOAT, out.dtype is torch.float32), (ALIGNED, _aligned(k, 16) and _aligned(v, 16)),
@@ -145,7 +147,8 @@ def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
     right = 0 if call.causal else call.window_right
     tiles = -(-call.max_seqlen_q * group // TILE_ROWS)
     return values | {
-        "lse_batch": q.shape[1] * q.shape[2] if batched else 0, "table_batch": call.block_table.stride(0) if paged else 0,
+        "lse_batch": q.shape[1] * q.shape[2] if batched else 0, "lse_token": 1 if call.lse_form else q.shape[-2],
+        "lse_head": q.shape[-3] if call.lse_form else 1, "table_batch": call.block_table.stride(0) if paged else 0,
         "batch": q.shape[0] if batched else call.cu_seqlens_q.shape[0] - 1, "heads_q": q.shape[-2], "heads_kv": k.shape[-2],
         "group": group, "page_shift": k.shape[1].bit_length() - 1 if paged and k.shape[1] & (k.shape[1] - 1) == 0 else -1,
         "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "len_q": q.shape[1] if batched else 0,
@@ -158,6 +161,11 @@ def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
         "partial_rows": min(TILE_ROWS, (call.max_seqlen_q * group + 1) // 2 * 2), "cut_tiles": min(MAX_CUT_TILES, tiles),
         "scale": scale, "softcap": call.softcap, "v_factor": v_factor, "flags": flags,
     }
+
+
+def lse_shape(call: Call) -> tuple[int, ...]:
+    *lead, tokens, heads = call.q.shape[:-1]
+    return (*lead, heads, tokens) if call.lse_form else (*lead, tokens, heads)
 
 
 def lines_of(heads_kv: int, workers: int) -> int:
@@ -243,7 +251,7 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
     absent = (call.alibi_slopes, call.sinks, call.rotary_cos)
     return (
         (call.q.shape[1] == 1 if call.q.dim() == 4 else True) and 0 < values["batch"] <= MAX_SEQUENCES
-        and values["flags"] == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
+        and values["flags"] & ~(BEFORE | PREFIX_SUMS | UNSEEN_INF) == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
         and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= PLAIN_ROWS and values["window_left"] < 0
         and all(values[f"{x}_{axis}"] < 1 << 31 for x in "kv" for axis in ("batch", "token"))
         and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
@@ -451,12 +459,13 @@ def append_values(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scal
     if call is not None:
         rotary = call.rotary_cos
         values |= {
-            "batch": call.kv_lens.shape[0], "len_q": k.shape[1] if k.dim() == 4 else 0, "table_batch": call.block_table.stride(0),
+            "batch": call.block_table.shape[0], "len_q": k.shape[1] if k.dim() == 4 else 0, "table_batch": call.block_table.stride(0),
             "rotary_dim": 0 if rotary is None else 2 * rotary.shape[-1],
         }
         for bit, on in ((TABLE_64, _wide(call.block_table)), (CU_Q_64, _wide(call.cu_seqlens_q)), (INTERLEAVED, call.rotary_interleaved),
                         (ROTARY_FLOAT, rotary is not None and rotary.dtype is torch.float32)):
             values["flags"] |= bit if on else 0
+        values["flags"] |= COUNTING[call.counting]
     return values
 
 
@@ -540,6 +549,8 @@ class Attention(_Bound):
         self.problem, self.values = problem, attention_values(call, out)
         self.plain, self.before, self.general = False, None, None
         self.workspaces = device.workspaces
+        self.out_shape, self.out_dtype, self.place = tuple(out.shape), out.dtype, out.device
+        self.lse_shape = lse_shape(call)
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
@@ -614,10 +625,8 @@ class Attention(_Bound):
                 return self(call)
         out = call.out
         if out is None:
-            out = self._new_out(call)
-        lse = None
-        if call.return_lse:
-            lse = torch.empty(call.q.shape[:-1], dtype=torch.float32, device=call.q.device)
+            out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.place)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.place) if call.return_lse else None
         if self.append is not None:
             self.append(call.k_new, call.v_new, call.k, call.v, None, call.k_scale, call.v_scale, call)
         if not self.empty:
@@ -626,7 +635,9 @@ class Attention(_Bound):
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        q, k, v, o = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr()
+        q, k, v, o, within = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr(), call.within
+        if within is not None:
+            q, k, v = q + within[0], k + within[1], v + within[2]
         off = (ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
         if self.plain and (off or q & 15):
             if self.general is None:
@@ -644,4 +655,4 @@ class Attention(_Bound):
 
 __all__ = ["Append", "Attention", "DECODE_ROWS", "Device", "HEAD_DIMS", "Instance", "Launcher", "Limits", "MAX_CUTS", "MAX_CUT_TILES", "Merge",
            "QUEUES", "Shape", "TILE_ROWS", "TYPES", "Workspaces", "append_values", "attention_values", "decode_shape", "decode_shared",
-           "head_dim_of", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance"]
+           "head_dim_of", "lse_shape", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance"]

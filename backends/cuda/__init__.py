@@ -51,6 +51,7 @@ def _device(index: int) -> native.Device:
     return native.Device(driver("cuda"), device, arch, limits)
 
 
+DIALECT = True  # the kernels read lengths, and write lse, as the caller says
 _kernels = NativeBackend("cuda", _device)
 attention, cache_append, merge_states = _kernels.attention, _kernels.cache_append, _kernels.merge_states
 notes, identity, selftest = _kernels.notes, _kernels.identity, _kernels.selftest

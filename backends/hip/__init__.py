@@ -38,6 +38,7 @@ def _device(index: int) -> native.Device:
     return native.Device(driver("hip"), device, arch, limits_of(arch, torch.cuda.get_device_properties(index).multi_processor_count))
 
 
+DIALECT = True  # the kernels read lengths, and write lse, as the caller says
 _kernels = NativeBackend("hip", _device)
 attention, cache_append, merge_states = _kernels.attention, _kernels.cache_append, _kernels.merge_states
 notes, identity, selftest = _kernels.notes, _kernels.identity, _kernels.selftest

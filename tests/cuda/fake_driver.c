@@ -87,7 +87,7 @@ int NAME(cuLaunchKernel, hipModuleLaunchKernel)(void* f, unsigned gx, unsigned g
                                                 unsigned shared, void* stream, void** params, void** extra) {
   NOTE(8, "launch", "grid %u %u %u block %u %u %u shared %u stream %p", gx, gy, gz, bx, by, bz, shared, stream);
   if (!f || extra || !params || !params[0] || gz != 1 || by != 1 || bz != 1) return 1;
-  memcpy(params_, params[0], 368);
+  memcpy(params_, params[0], 384);
   if (params[1]) memcpy(maps_, params[1], sizeof maps_);
   return 0;
 }
@@ -106,7 +106,7 @@ int cuLaunchKernelEx(const Config* c, void* f, void** params, void** extra) {
   }
   NOTE(9, "launch", "grid %u %u %u block %u %u %u shared %u stream %p%s", c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, said);
   if (!f || extra || !params || !params[0] || c->gz != 1 || c->by != 1 || c->bz != 1) return 1;
-  memcpy(params_, params[0], 368);
+  memcpy(params_, params[0], 384);
   if (params[1]) memcpy(maps_, params[1], sizeof maps_);
   return 0;
 }

@@ -101,7 +101,7 @@ def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines
     if out is None:
         out = torch.empty((*q.shape[:-1], call.v.shape[-1]), dtype=q.dtype)
     out.fill_(float("nan"))
-    lse = torch.full(q.shape[:-1], float("nan"))
+    lse = torch.full(native.lse_shape(call), float("nan"))
     dtype, kv = str(q.dtype)[6:], str(call.k.dtype)[6:]
     dim = native.head_dim_of(q.shape[-1], call.v.shape[-1])
     values = native.attention_values(call, out)

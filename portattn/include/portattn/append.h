@@ -3,7 +3,7 @@
 // Computes   cache[slot(t), h] = round(turn(k[t, h]) / k_scale), likewise v without the turn, for every token t whose
 //            slot is not negative. A block owns a token; a thread eight elements of a row at a time.
 // Layouts    k, v by strides; caches (page, token, head, d) by strides; the slot is given, or the token's position
-//            (kv_lens after the append) looked up in the block table.
+//            (kv_lens, which count the append or what was there before) looked up in the block table.
 // Numerics   float32; rounded once, to nearest even; 8-bit types saturate and NaN stays NaN.
 // Cost       bytes: each element read once (twice where turned) and written once.
 // Vendor     nothing but thread coordinates.
@@ -39,7 +39,7 @@ PA_DEVICE Landing landing_of(const AppendParams& p, int t) {
     at.b = quotient(t, len_q);
     at.index = t - at.b * len_q;
   }
-  const int len_k = max_of(0, static_cast<int>(read_index(p.lengths, at.b, p.flags & kLengths64)));
+  const int len_k = max_of(0, static_cast<int>(counted(p.lengths, at.b, len_q, p.flags & kLengths64, p.flags)));
   at.position = len_k - len_q + at.index;
   if (at.position < 0) return at;
   const int entry = quotient(at.position, p.page_size);

@@ -12,10 +12,17 @@ struct Sequence {
   i64 start_q, start_k;  // first token of q, out, lse; of k, v where not paged
 };
 
-// The length given for a sequence that has room for `room` keys.
+// The keys of a sequence by `lengths`, whatever they count.
+PA_DEVICE i64 counted(const void* lengths, int b, int len_q, bool wide, u32 dialect) {
+  const i64 n = read_index(lengths, b, wide);
+  if (dialect & kPrefixSums) return read_index(lengths, b + 1, wide) - n;
+  return dialect & kBefore ? n + len_q : n;
+}
+
+// The length given for a sequence of len_q queries that has room for `room` keys.
 template <class P>
-PA_DEVICE int length_of(const P& p, int b, int room) {
-  const i64 n = read_index(p.lengths, b, p.flags & kLengths64);
+PA_DEVICE int length_of(const P& p, int b, int len_q, int room) {
+  const i64 n = counted(p.lengths, b, len_q, p.flags & kLengths64, p.dialect());
   return n < 0 ? 0 : n < room ? static_cast<int>(n) : room;
 }
 
@@ -30,7 +37,7 @@ PA_DEVICE Sequence sequence(const P& p, int b) {
     s.start_k = read_index(p.cu_k, b, p.flags & kCuK64);
     s.len_k = static_cast<int>(read_index(p.cu_k, b + 1, p.flags & kCuK64) - s.start_k);
   }
-  if (p.lengths) s.len_k = length_of(p, b, s.len_k);
+  if (p.lengths) s.len_k = length_of(p, b, s.len_q, s.len_k);
   return s;
 }
 
@@ -44,7 +51,7 @@ PA_DEVICE i64 out_offset(const P& p, const Sequence& s, int b, int token, int he
 }
 template <class P>
 PA_DEVICE i64 lse_offset(const P& p, const Sequence& s, int b, int token, int head) {
-  return b * p.lse_batch + (s.start_q + token) * p.heads_q + head;
+  return b * p.lse_batch + (s.start_q + token) * p.lse_token + head * p.lse_head;
 }
 
 // The keys that rows [first, last] of a sequence can see: [lo, hi); pages that end before may hold anything. Row i stands at

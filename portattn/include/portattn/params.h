@@ -22,6 +22,9 @@ enum Flags : u32 {
   kPaged = 1 << 12,
   kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's; prefill_sm90.h: those of one token are
   kMapped = 1 << 14,          // prefill_sm90.h: there are tensor maps of k and v
+  kBefore = 1 << 15,          // lengths count the keys before an append of as many tokens as q has
+  kPrefixSums = 1 << 16,      // lengths are prefix sums, one more than there are sequences
+  kUnseenInf = 1 << 17,       // without sinks, the lse of a row that sees no key is +inf, not -inf
 };
 
 constexpr int kQueues = 4;
@@ -51,7 +54,7 @@ struct AttentionParams {
   i64 k_batch, k_token, k_head;   // _batch is the page's stride where paged
   i64 v_batch, v_token, v_head;
   i64 out_batch, out_token, out_head;
-  i64 lse_batch;
+  i64 lse_batch, lse_token, lse_head;
   i64 table_batch;
 
   i32 batch, heads_q, heads_kv, group, head_dim, head_dim_v;  // group: query heads a kv head
@@ -72,10 +75,13 @@ struct AttentionParams {
   float v_factor;           // v_scale where that is a number
   u32 flags;
   i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work
+
+  PA_DEVICE u32 dialect() const { return flags; }  // of them kBefore, kPrefixSums and kUnseenInf: portattn/dialect.py
 };
 
 // What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
-// changes scores. What plain.h's helpers know of such calls hides the fields of the same names; native.py, is_plain, decides.
+// changes scores. What plain.h's helpers know of such calls hides the fields of the same names, but not dialect();
+// native.py, is_plain, decides.
 template <int kD>
 struct PlainParams : AttentionParams {
   static constexpr bool kPlain = true;
