@@ -8,12 +8,15 @@ An op's outputs may not alias its inputs, so `out=` and an append have ops of th
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from . import api
+from .errors import NoBackendError
 
 _TAIL = "bool causal, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap"
 _END = "bool return_lse, SymInt num_splits, bool batch_invariant, str? backend"
@@ -74,12 +77,13 @@ def _define(name: str, call: Any, schema: str, writes: tuple[str, ...] = ()) -> 
                                      schema=f"({schema}, Tensor(z!) out) -> Tensor")
     op_out.register_fake(lambda *args: _fake(dict(zip(names, args)))[1])
     if call in _DIFFERENTIABLE:
-        _differentiate(op, name, call, schema, names)
+        _differentiate(op, name, lambda given: _eager(call, given), _DIFFERENTIABLE[call], names, schema)
 
 
 # ------------------------------------------------------------------ gradients
 _DIFFERENTIABLE = {api.attention: ("q", "k", "v", "bias", "alibi_slopes", "sinks"),
                    api.attention_varlen: ("q", "k", "v", "alibi_slopes", "sinks")}
+_transformed: dict[str, type] = {}  # for each op, what torch.func can differentiate: it cannot look into a custom op
 
 
 @contextlib.contextmanager
@@ -92,9 +96,8 @@ def _autograd() -> Iterator[None]:
         yield
 
 
-def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str]) -> None:
+def _differentiate(op: Any, name: str, run: Callable, wanted: tuple[str, ...], names: list[str], schema: str) -> None:
     """Backward recomputes the forward by a backend that has gradients: the forward may have run on one that has not."""
-    wanted = _DIFFERENTIABLE[call]
 
     def backward(grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
         given = dict(zip(names, args), backend=None)
@@ -104,9 +107,8 @@ def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str])
                 given[n] = given[n].detach().requires_grad_()
                 leaves.append(given[n])
         with _autograd():
-            out, lse = _eager(call, given)
-            outputs = [(out, grad_out)] + ([(lse, grad_lse)] if given["return_lse"] else [])
-            grads = torch.autograd.grad([o for o, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
+            outputs = [(x, grad) for x, grad in zip(run(given), (grad_out, grad_lse)) if x.requires_grad]
+            grads = torch.autograd.grad([x for x, _ in outputs], leaves, [grad for _, grad in outputs], allow_unused=True)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous()
                 for x, g in zip(leaves, grads)]
 
@@ -117,6 +119,7 @@ def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str])
     grad_op = torch.library.custom_op(f"portattn::{name}_backward", backward, mutates_args=(),
                                       schema=f"(Tensor grad_out, Tensor grad_lse, bool[] needed, {schema}) -> Tensor[]")
     grad_op.register_fake(fake)
+    grad_op.register_vmap(_one_by_one(grad_op))
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
@@ -129,7 +132,8 @@ def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str])
             args[i] = x
         where = [names.index(n) for n in wanted]
         needed = [bool(ctx.needs_input_grad[i]) for i in where]
-        got = iter(getattr(torch.ops.portattn, f"{name}_backward")(grad_out, grad_lse, needed, *args))
+        again = _transformed[f"{name}_backward"].apply if _is_differentiated() else grad_op
+        got = iter(again(grad_out, grad_lse, needed, *args))
         result: list[Any] = [None] * len(args)
         for i, need in zip(where, needed):
             if need:
@@ -137,6 +141,38 @@ def _differentiate(op: Any, name: str, call: Any, schema: str, names: list[str])
         return tuple(result)
 
     op.register_autograd(gradients, setup_context=setup)
+    _transformed[name] = _function(op, setup, gradients)
+    _transformed[f"{name}_backward"] = _function(grad_op, lambda *_: None, _only_once)
+
+
+def _function(op: Any, setup: Callable, gradients: Callable) -> type:
+    """An op as what torch.func can differentiate."""
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(op(*args))
+
+    return type("Differentiable", (torch.autograd.Function,), {
+        "forward": staticmethod(forward), "setup_context": staticmethod(setup), "backward": staticmethod(gradients),
+        "generate_vmap_rule": True})
+
+
+def _only_once(*_: Any) -> None:
+    raise RuntimeError("portattn: gradients of gradients: attention can be differentiated once")
+
+
+def _one_by_one(op: Any) -> Callable:
+    """A vmap of an op that returns a list of tensors: one call for each entry of the batch."""
+    def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
+        one = lambda x, dim, i: x if dim is None or not isinstance(x, Tensor) else x.select(dim, i)
+        got = [op(*(one(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(info.batch_size)]
+        return [torch.stack(parts) for parts in zip(*got)], [0] * len(got[0])
+
+    return batched
+
+
+def _is_differentiated() -> bool:
+    """Whether torch.func is taking gradients of this call."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active() and any(
+        x.key() == TransformType.Grad for x in retrieve_all_functorch_interpreters())
 
 
 # ------------------------------------------------------------------ definitions
@@ -156,10 +192,12 @@ def _run_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scal
 
 torch.library.custom_op("portattn::cache_append", _run_append, mutates_args=("k_cache", "v_cache"),
                         schema=f"({_APPEND}) -> ()").register_fake(lambda *args: None)
-torch.library.custom_op(
+_MERGE = "Tensor outs, Tensor lses, Tensor? sinks, str? backend"
+_merge = torch.library.custom_op(
     "portattn::merge_states", lambda outs, lses, sinks, backend: api.merge_states(outs, lses, sinks=sinks, backend=backend),
-    mutates_args=(), schema="(Tensor outs, Tensor lses, Tensor? sinks, str? backend) -> (Tensor, Tensor)",
-).register_fake(lambda outs, lses, sinks, backend: (outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])))
+    mutates_args=(), schema=f"({_MERGE}) -> (Tensor, Tensor)")
+_merge.register_fake(lambda outs, lses, sinks, backend: (outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])))
+_differentiate(_merge, "merge_states", lambda given: api.merge_states(**given), ("outs", "lses", "sinks"), _names(_MERGE), _MERGE)
 
 
 # ------------------------------------------------------------------ from the public calls
@@ -168,12 +206,22 @@ def _split(scale: Any) -> tuple[Any, Any]:
     return (scale, None) if scale is None or isinstance(scale, Tensor) else (None, scale)
 
 
+def _refuse_gradients(name: str, *args: Any) -> None:
+    """torch.func's own error of an op without gradients speaks of another mistake."""
+    if _is_differentiated() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        raise NoBackendError(f"{name}: no backend has gradients of it, and torch.func takes them of an argument", None, {})
+
+
 def _invoke(name: str, schema: str, given: dict[str, Any]) -> Any:
     window = given.pop("window_size")
     given["window_left"], given["window_right"] = (-1, -1) if window is None else window
     out = given.pop("out")
     args = [given[n] for n in _names(schema)]
-    if out is None:
+    if out is not None or name not in _transformed:
+        _refuse_gradients(name, *args)
+    if out is None and name in _transformed and _is_differentiated():
+        out, lse = _transformed[name].apply(*args)
+    elif out is None:
         out, lse = getattr(torch.ops.portattn, name)(*args)
     else:
         lse = getattr(torch.ops.portattn, f"{name}_out")(*args, out)
@@ -194,7 +242,9 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         return _invoke(name if given["k"] is None and given["v"] is None else f"{name}_append", _PAGED.format("", ""), given)
     if name == "cache_append":
         (k_scale, k_factor), (v_scale, v_factor) = _split(kwargs["k_scale"]), _split(kwargs["v_scale"])
+        _refuse_gradients(name, *args, k_scale, v_scale)
         return torch.ops.portattn.cache_append(*args, kwargs["kv_layout"], k_scale, v_scale, k_factor, v_factor,
                                                kwargs["backend"])
     outs, lses = (x if isinstance(x, Tensor) else torch.stack(tuple(x)) for x in args)
-    return torch.ops.portattn.merge_states(outs, lses, kwargs["sinks"], kwargs["backend"])
+    op = _transformed["merge_states"].apply if _is_differentiated() else torch.ops.portattn.merge_states
+    return op(outs, lses, kwargs["sinks"], kwargs["backend"])

@@ -82,6 +82,22 @@ def test_gradients_through_a_compiled_graph_equal_eager_ones():
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_a_compiled_merge_equal_eager_ones():
+    def loss(outs, lses, sinks):
+        out, lse = portattn.merge_states(outs, lses, sinks=sinks)
+        return (out * out).sum() + lse.sum()
+
+    leaves = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate([(3, 5, 4, 8), (3, 5, 4), (4,)])]
+    grads = []
+    for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        fresh = [x.clone().requires_grad_() for x in leaves]
+        fn(*fresh).backward()
+        grads.append([x.grad for x in fresh])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+    torch.library.opcheck(torch.ops.portattn.merge_states.default, [*(x.requires_grad_() for x in leaves), None])
+
+
 def test_fake_tensors_go_through_the_op():
     with FakeTensorMode():
         q = torch.empty(1, 4, 2, 8)

@@ -52,6 +52,45 @@ def test_results_are_those_of_plain_tensors(call, way, backend):
     torch.testing.assert_close(way(run, Q + 1), expected)
 
 
+STARTS_Q, STARTS_K = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 7])
+LOSSES = {
+    "dense": (lambda q, k: portattn.attention(q, k, V, causal=True).square().sum(), Q, K),
+    "lse": (lambda q, k: portattn.attention(q, k, V, return_lse=True)[1].square().sum(), Q, K),
+    "bias": (lambda q, bias: portattn.attention(q, K, V, bias=bias, softcap=2.0).square().sum(), Q, torch.randn(5, 7)),
+    "varlen": (lambda q, sinks: portattn.attention_varlen(q, K[0], V[0], STARTS_Q, STARTS_K, 3, 4, sinks=sinks).square().sum(), Q[0], torch.randn(4)),
+    "merge": (lambda outs, lses: sum(x.square().sum() for x in portattn.merge_states(outs, lses)), torch.randn(3, 5, 4, 8), torch.randn(3, 5, 4)),
+}
+
+
+def gradients(loss, *args):
+    leaves = [x.clone().requires_grad_() for x in args]
+    return torch.autograd.grad(loss(*leaves), leaves)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("loss, a, b", LOSSES.values(), ids=LOSSES)
+def test_functional_gradients_are_those_of_backward(loss, a, b):
+    grad, vmap = torch.func.grad(loss, argnums=(0, 1)), torch.func.vmap
+    want = gradients(loss, a, b)
+    for got in (grad(a, b), torch.func.vjp(loss, a, b)[1](torch.tensor(1.0)), torch.func.jacrev(loss, argnums=(0, 1))(a, b),
+                [x[1] for x in vmap(grad)(torch.stack([a + 1, a]), torch.stack([b, b]))],
+                [x / 2 for x in torch.func.grad(lambda a, b: vmap(loss)(torch.stack([a, a]), torch.stack([b, b])).sum(), argnums=(0, 1))(a, b)]):
+        torch.testing.assert_close(tuple(got), want)
+
+
+def test_functional_gradients_that_there_are_not_are_refused():
+    loss = LOSSES["dense"][0]
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, K).sum())(Q)
+    table, lens = torch.tensor([[0], [1]]), torch.tensor([7, 6])
+    paged = lambda q: portattn.attention_paged(q, K, V, table, lens).sum()
+    with pytest.raises(portattn.NoBackendError, match="gradients"):
+        torch.func.grad(paged)(Q)
+    torch.testing.assert_close(torch.func.grad(lambda x: x.sum() * paged(Q))(torch.ones(2)), paged(Q).expand(2))
+    with pytest.raises(portattn.NoBackendError, match="gradients"):
+        torch.func.grad(lambda k: portattn.cache_append(k, V[0], K.clone(), V.clone(), torch.arange(7)) or k.sum())(K[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_tangent_is_refused_not_dropped(backend):
     with forward_ad.dual_level():
