@@ -16,6 +16,7 @@ from torch import Tensor
 from portattn.capability import Reason
 from portattn.problem import Call
 
+DIALECT = True  # the kernels read lengths, and write lse, as the caller says
 _INTERPRET_FIX = "TRITON_INTERPRET=1 runs the kernels on CPU tensors, slowly"
 
 

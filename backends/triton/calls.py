@@ -9,7 +9,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from portattn import config
+from portattn import config, dialect
 from portattn.problem import Call
 
 from . import launch as launching
@@ -190,6 +190,10 @@ class Attention:
                                                                                                          k.shape[0]),
                       "dense": lambda: k.shape[1]}[self.layout]()
         self.out_shape = (*q.shape[:-1], self.dv)
+        *lead, rows, heads = q.shape[:-1]
+        self.lse_shape = (*lead, heads, rows) if call.lse_form else (*lead, rows, heads)
+        self.lse_rows, self.before = rows, int(call.counting == dialect.BEFORE)
+        self.views = tuple((tuple(t.shape), t.stride()) for t in (q, k, v))
         self.empty = 0 in self.out_shape or self.batch == 0
         self.has_lse = call.return_lse
         self.num_splits, self.invariant = call.num_splits, call.batch_invariant
@@ -205,9 +209,10 @@ class Attention:
 
     def _optional(self, call: Call) -> tuple[tuple[str, Callable | None], ...]:
         """Attributes of a call that the kernel reads besides q, k, v, out and lse, in its order; and what to do to each first."""
-        lens = "seqused_k" if self.layout == "varlen" else "kv_lens"
-        names = ("block_table", lens, "cu_seqlens_q", "cu_seqlens_k", "bias", "alibi_slopes", "sinks", "k_scale", "v_scale",
-                 "rotary_cos", "rotary_sin")
+        names = ["block_table", "seqused_k" if self.layout == "varlen" else "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "bias",
+                 "alibi_slopes", "sinks", "k_scale", "v_scale", "rotary_cos", "rotary_sin"]
+        if call.counting == dialect.PREFIX_SUMS:  # in the place of cu_seqlens_k, which pages have not
+            names[1:4] = ["cu_seqlens_q", "kv_lens"]
         found = []
         for name in names:
             t = getattr(call, name)
@@ -234,16 +239,18 @@ class Attention:
         strides = [s * t.element_size() for t in (q, k, v) for s in _row_strides(t)]
         strides += [s * out_dtype.itemsize for s in self.fixed[9:12]]
         widest = max(abs(_row_strides(t)[1]) for t in (k, v))
-        lens = call.seqused_k if self.layout == "varlen" else call.kv_lens
+        lens, cu_k = call.seqused_k if self.layout == "varlen" else call.kv_lens, call.cu_seqlens_k
+        if call.counting == dialect.PREFIX_SUMS:
+            lens, cu_k = None, lens
         return Shape(
             dtype=q.dtype, kv_dtype=k.dtype, out_dtype=out_dtype,
             native_fp8=not self.interpreted and self.machine.converts(k.dtype),
             group=self.group, d=self.d, dv=self.dv, layout=self.layout, page_size=self.page_size, left=call.window_left >= 0,
             right=call.window_right >= 0, softcap=call.softcap > 0, bias=_dtype(call.bias), alibi=call.alibi_slopes is not None,
-            sinks=_dtype(call.sinks), lse=self.has_lse, rotary=2 * call.rotary_cos.shape[1] if call.rotary_cos is not None else 0,
+            sinks=_dtype(call.sinks), lse=self.has_lse, lse_form=call.lse_form, rotary=2 * call.rotary_cos.shape[1] if call.rotary_cos is not None else 0,
             rotary_dtype=_dtype(call.rotary_cos), interleaved=call.rotary_interleaved, k_scale=isinstance(call.k_scale, Tensor),
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
-            cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(call.cu_seqlens_k), aligned=all(s % 16 == 0 for s in strides),
+            cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(cu_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=widest * 256 >= 1 << 31,
             ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
             short=self.max_k <= schedule.SHORT_KEYS and self.layout != "varlen" and not self.invariant, flip=False,
@@ -299,7 +306,7 @@ class Attention:
                                  one_part=not uniform and not vector, **sizes)
         fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs,
                  grid.group, grid.slots,
-                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors]
+                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors, self.before, self.lse_rows]
         if self.interpreted:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
@@ -344,7 +351,7 @@ class Attention:
         kv_bytes = self.max_k * 2 * self.d * shape.kv_dtype.itemsize * pack // self.group
         group = max(1, min(self.batch * heads, (32 << 20) // max(1, kv_bytes)))
         k_h, v_h = self.fixed[5], self.fixed[8]
-        fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, blocks, group]
+        fixed = [*self.fixed[9:12], k_h, v_h, self.batch, heads, self.max_q, self.max_k, blocks, group, self.lse_rows]
         boxes = schedule.hopper_boxes(shape, blocks_of)
         layouts = [schedule.hopper_layout(len(box)) for box in boxes]
         maps = [_map_of(call.q.dtype, tuple(call.q.shape), tuple(call.q.stride()), boxes[0], layouts[0])]
@@ -379,13 +386,21 @@ class Attention:
         q, out = call.q, call.out
         if out is None:
             out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
-        lse = torch.empty(self.out_shape[:-1], dtype=torch.float32, device=self.device) if self.has_lse else None
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device) if self.has_lse else None
         if not self.empty:
             if self.interpreted:
                 self._interpret(call, out, lse)
             else:
                 self._launch(call, out, lse)
         return (out, lse) if self.has_lse else out
+
+    def _viewed(self, call: Call) -> Call:
+        """The call with q, k and v themselves, where it gives the tensors that hold them."""
+        if call.within is None:
+            return call
+        q, k, v = (t.as_strided(*view, t.storage_offset() + place // t.element_size())
+                   for t, view, place in zip((call.q, call.k, call.v), self.views, call.within))
+        return call._replace(q=q, k=k, v=v, within=None)
 
     def _numbers(self, call: Call) -> tuple[float, float, float, int, int]:
         scale, v_factor = call.softmax_scale, 1.0
@@ -409,11 +424,13 @@ class Attention:
             self.append(call, stream)
         numbers = self._numbers(call)
         pointers = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()]
+        if call.within is not None:
+            pointers[:3] = [pointer + place for pointer, place in zip(pointers, call.within)]
         pq, pk, pv, po = pointers
         variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k, numbers[0] < 0)
         ready = self.variants.get(variant)
         if ready is None:
-            ready = self.variants[variant] = self._prepare(call, *variant)
+            ready = self.variants[variant] = self._prepare(self._viewed(call), *variant)
         launch, floats, stats, counters = ready
         if launch.described and floats == counters == 0:  # kernels.attend takes K and V as pointers, too
             pointers[3:3] = (pk, pv)
@@ -439,6 +456,7 @@ class Attention:
     def _interpret(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
         if self.append is not None:
             self.append(call, 0)
+        call = self._viewed(call)
         numbers = self._numbers(call)
         variant = (False, call.k.data_ptr() == call.v.data_ptr() and self.shape.v_in_k, numbers[0] < 0)
         if variant not in self.variants:
@@ -510,15 +528,16 @@ class Append:
             k_new, v_new, k, v = call.k_new, call.v_new, call.k, call.v
             ragged = call.cu_seqlens_q is not None
             k_scale, v_scale, cos = call.k_scale, call.v_scale, call.rotary_cos
-            batch = call.kv_lens.shape[0]
+            batch = call.block_table.shape[0]
             names = ["block_table", "kv_lens"] + (["cu_seqlens_q"] if ragged else [])
             dtypes = dict(table=call.block_table.dtype, kv_lens=call.kv_lens.dtype, cu_q=_dtype(call.cu_seqlens_q), slots=None)
             table_b = call.block_table.stride(0) if _plain(call.block_table) else call.block_table.shape[1]
             len_q, room = 0 if ragged else k_new.shape[1], call.block_table.shape[1]
-            interleaved = call.rotary_interleaved
+            interleaved, counting = call.rotary_interleaved, call.counting
         else:
             k_new, v_new, k, v, mapping, k_scale, v_scale = slots
             batch, names, len_q, room, table_b, cos, interleaved = 1, ["slot_mapping"], 0, k.shape[0], 0, None, False
+            counting = dialect.AFTER
             dtypes = dict(table=None, kv_lens=None, cu_q=None, slots=mapping.dtype)
         self.names = names + [n for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, Tensor)]
         self.names += ["rotary_cos", "rotary_sin"] if cos is not None else []
@@ -530,7 +549,7 @@ class Append:
             dtype=k_new.dtype, kv_dtype=k.dtype, d=k.shape[-1], dv=v.shape[-1], rotary=2 * cos.shape[1] if cos is not None else 0,
             interleaved=interleaved, rotary_dtype=_dtype(cos), k_scale=isinstance(k_scale, Tensor), v_scale=isinstance(v_scale,
                                                                                                                        Tensor),
-            search=search, **dtypes)
+            search=search, counting=counting, **dtypes)
         cos_s = (cos.stride(0) if _plain(cos) else cos.shape[1]) if cos is not None else 0
         fixed = [*_row_strides(k_new), *_row_strides(v_new), *_row_strides(k), *_row_strides(v), table_b,
                  *_scale_strides(k_scale),

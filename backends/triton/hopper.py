@@ -191,16 +191,18 @@ def soft(s, n, edge, row_lo, row_hi, top, c2, LEFT: gl.constexpr, BN: gl.constex
 
 
 @gluon.jit
-def finish(acc, den, top, q, out, lse, sinks, c, o_b, o_s, o_h, heads, w: gl.constexpr, b, head, row0, q_first, len_q,
+def finish(acc, den, top, q, out, lse, sinks, c, o_b, o_s, o_h, across, w: gl.constexpr, b, head, row0, q_first, len_q,
            PACK: gl.constexpr, D: gl.constexpr, STAGED: gl.constexpr, S_ROWS: gl.constexpr, O_LAYOUT: gl.constexpr,
-           OUT: gl.constexpr, DTYPE: gl.constexpr):
-    """Sink, division, stores of a group's rows."""
+           OUT: gl.constexpr, DTYPE: gl.constexpr, LSE_FORM: gl.constexpr):
+    """Sink, division, stores of a group's rows. LSE_FORM as in kernels.finish; across: what a step in lse is measured by, packs of
+    heads, or rows of a head where the heads come first and rows are ragged."""
     rows = row0 + w * ROWS + gl.arange(0, ROWS, S_ROWS)
     alone = den == 0.0  # the row saw no key
     weight = 1.0 / gl.where(alone, 1.0, den)
     if lse is not None or sinks is not None:
         top = gl.where(top == float("-inf"), top, top * c)
-        value = gl.where(alone, float("-inf"), top + gl.log2(gl.where(alone, 1.0, den)) * LN2)
+        UNSEEN: gl.constexpr = float("inf") if LSE_FORM == 2 and sinks is None else float("-inf")
+        value = gl.where(alone, UNSEEN, top + gl.log2(gl.where(alone, 1.0, den)) * LN2)
         if sinks is not None:
             sink = gl.load(sinks + head * PACK + rows % PACK).to(gl.float32)
             most = gl.maximum(value, sink)
@@ -212,8 +214,14 @@ def finish(acc, den, top, q, out, lse, sinks, c, o_b, o_s, o_h, heads, w: gl.con
             weight = gl.where(alone, 0.0, weight * mine / total)
             value = gl.where(nothing, float("-inf"), most + gl.log2(total) * LN2)
         if lse is not None:
-            before = q_first.to(gl.int64) if q_first is not None else b.to(gl.int64) * len_q
-            at = (before + rows // PACK) * (heads * PACK) + head * PACK + rows % PACK
+            h = head * PACK + rows % PACK
+            if LSE_FORM == 0:
+                before = q_first.to(gl.int64) if q_first is not None else b.to(gl.int64) * len_q
+                at = (before + rows // PACK) * (across * PACK) + h
+            elif q_first is not None:
+                at = h.to(gl.int64) * across + (q_first + rows // PACK)
+            else:
+                at = (b.to(gl.int64) * (across * PACK) + h) * len_q + rows // PACK
             gl.store(lse + at, value, mask=rows < len_q * PACK)
     o = (acc * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(DTYPE)
     if STAGED:
@@ -240,7 +248,7 @@ def scores_beside_output(given, q, a, acc, none, slot, phase, v_slot, v_phase, m
     """S = Q K^T of the tile in `slot`, complete, beside O += P V of the tile before it, under way: (s, o, slot, phase, my_turn)
     for the next tile. Without has_output, O is of no use. Q's slot q_at is released with the last tile of its block."""
     (q_smem, k_smem, v_smem, records, q_full, q_empty, k_full, k_empty, v_full, v_empty, r_full, r_empty, turn,
-     out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, heads) = given
+     out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, across) = given
     mbarrier.wait(k_full.index(slot), phase)
     if TURNS:
         mbarrier.wait(turn.index(w), my_turn)
@@ -261,10 +269,10 @@ def scores_beside_output(given, q, a, acc, none, slot, phase, v_slot, v_phase, m
 
 @gluon.jit
 def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-            QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TURNS: gl.constexpr):
+            QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TURNS: gl.constexpr, LSE_FORM: gl.constexpr):
     """Consumer group w: rows row0 + 64 w .. of each block."""
     (q_smem, k_smem, v_smem, records, q_full, q_empty, k_full, k_empty, v_full, v_empty, r_full, r_empty, turn,
-     out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, heads) = given
+     out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, across) = given
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -339,8 +347,8 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
                 mbarrier.arrive(v_empty.index(v_slot), count=1)
                 v_slot, v_phase = next_slot(v_slot, v_phase, STAGES)
                 before = q_smem.index(w * QS + (q_slot ^ 1 if STAGED else 0)).reshape([ROWS, D])
-                finish(acc, den, top, before, out, lse, sinks, c, o_b, o_s, o_h, heads, w, old_b, old_head, old_row0,
-                       old_first if cu_q is not None else None, old_len, PACK, D, STAGED, S_ROWS, O_LAYOUT, OUT, DTYPE)
+                finish(acc, den, top, before, out, lse, sinks, c, o_b, o_s, o_h, across, w, old_b, old_head, old_row0,
+                       old_first if cu_q is not None else None, old_len, PACK, D, STAGED, S_ROWS, O_LAYOUT, OUT, DTYPE, LSE_FORM)
                 if STAGED:
                     fence_async_shared()  # Q's slot was written by ordinary stores; TMA writes it next
                     sync()
@@ -389,8 +397,8 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
             nothing = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
             blank = gl.zeros([ROWS], gl.float32, S_ROWS)
             unseen = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-            finish(nothing, blank, unseen, q_smem, out, lse, sinks, c, o_b, o_s, o_h, heads, w, b, head, row0,
-                   q_first if cu_q is not None else None, len_q, PACK, D, False, S_ROWS, O_LAYOUT, OUT, DTYPE)
+            finish(nothing, blank, unseen, q_smem, out, lse, sinks, c, o_b, o_s, o_h, across, w, b, head, row0,
+                   q_first if cu_q is not None else None, len_q, PACK, D, False, S_ROWS, O_LAYOUT, OUT, DTYPE, LSE_FORM)
         mbarrier.wait(r_full.index(r_slot), r_phase)
         count = read(records, r_slot, 0)
     if old > 0:
@@ -399,17 +407,17 @@ def consume(given, w: gl.constexpr, NC: gl.constexpr, PACK: gl.constexpr, BN: gl
         acc = warpgroup_mma_wait(0, deps=[o])
         sync()
         before = q_smem.index(w * QS + (q_slot ^ 1 if STAGED else 0)).reshape([ROWS, D])
-        finish(acc, den, top, before, out, lse, sinks, c, o_b, o_s, o_h, heads, w, old_b, old_head, old_row0,
-               old_first if cu_q is not None else None, old_len, PACK, D, STAGED, S_ROWS, O_LAYOUT, OUT, DTYPE)
+        finish(acc, den, top, before, out, lse, sinks, c, o_b, o_s, o_h, across, w, old_b, old_head, old_row0,
+               old_first if cu_q is not None else None, old_len, PACK, D, STAGED, S_ROWS, O_LAYOUT, OUT, DTYPE, LSE_FORM)
 
 
 @gluon.jit
 def attend_hopper(
     q_desc, k_desc, v_desc, out, lse, used_k, cu_q, cu_k, sinks, counters, scale, window_left, window_right,
-    o_b, o_s, o_h, k_h, v_h, batch, heads, len_q, len_k, programs, group,
+    o_b, o_s, o_h, k_h, v_h, batch, heads, len_q, len_k, programs, group, lse_rows,
     NC: gl.constexpr, PACK: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SEARCH: gl.constexpr, TURNS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, LSE_FORM: gl.constexpr,
 ):
     """heads: packs of query heads; k_h, v_h: elements between kv heads; programs: blocks of rows; group: packs walked together;
     counters: two zeros, which the launch leaves behind as zeros."""
@@ -442,19 +450,22 @@ def attend_hopper(
         mbarrier.init(k_empty.index(i), count=NC)
         mbarrier.init(v_empty.index(i), count=NC)
     fence_async_shared()
+    across = heads
+    if LSE_FORM != 0 and cu_q is not None:
+        across = lse_rows
     given = (q_smem, k_smem, v_smem, records, q_full, q_empty, k_full, k_empty, v_full, v_empty, r_full, r_empty, turn,
-             out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, heads)
+             out, lse, sinks, cu_q, scale, window_left, window_right, o_b, o_s, o_h, across)
     feed = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, records, q_full, q_empty, k_full, k_empty, v_full, v_empty,
             r_full, r_empty, counters, cu_q, cu_k, used_k, window_left, window_right, batch, heads, len_q, len_k, k_h, v_h, programs,
             group)
     if NC == 2:
-        gl.warp_specialize([(consume, (given, 0, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS)),
-                            (consume, (given, 1, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS)),
+        gl.warp_specialize([(consume, (given, 0, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS, LSE_FORM)),
+                            (consume, (given, 1, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS, LSE_FORM)),
                             (produce, (feed, NC, PACK, G, BN, D, STAGES, QS, LEFT, RIGHT, SEARCH))], [4, 1],
                            [CONSUMER_REGISTERS, 24])
     else:
-        gl.warp_specialize([(consume, (given, 0, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS)),
-                            (consume, (given, 1, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS)),
-                            (consume, (given, 2, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS)),
+        gl.warp_specialize([(consume, (given, 0, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS, LSE_FORM)),
+                            (consume, (given, 1, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS, LSE_FORM)),
+                            (consume, (given, 2, NC, PACK, BN, D, STAGES, QS, LEFT, RIGHT, TURNS, LSE_FORM)),
                             (produce, (feed, NC, PACK, G, BN, D, STAGES, QS, LEFT, RIGHT, SEARCH))], [4, 4, 1],
                            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 32])

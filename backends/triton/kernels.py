@@ -417,9 +417,10 @@ def walk(
 
 
 @triton.jit
-def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_q, G: tl.constexpr, R: tl.constexpr,
-           DV: tl.constexpr, BDV: tl.constexpr, BY_HAND: tl.constexpr):
-    """Sink, division, stores. out stands at the sequence, lse at its first row."""
+def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_q, lse_rows, G: tl.constexpr, R: tl.constexpr,
+           DV: tl.constexpr, BDV: tl.constexpr, BY_HAND: tl.constexpr, LSE_FORM: tl.constexpr):
+    """Sink, division, stores. out stands at the sequence, lse at its first row: in form 0 heads are neighbours, else rows are,
+    lse_rows of a head, and in form 2 a row that saw no key says +inf."""
     rows = row0 + tl.arange(0, R)
     dims = tl.arange(0, BDV)
     i = rows // G
@@ -442,8 +443,12 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
         if sinks is not None:
             value = tl.where(alone, sink, value)
         else:
-            value = tl.where(alone, float("-inf"), value)
-        tl.store(lse + (i * heads_q + head), value, mask=ok)
+            value = tl.where(alone, float("inf") if LSE_FORM == 2 else float("-inf"), value)
+        if LSE_FORM == 0:
+            at = i * heads_q + head
+        else:
+            at = head * lse_rows.to(tl.int64) + i
+        tl.store(lse + at, value, mask=ok)
 
 
 @triton.jit
@@ -454,14 +459,14 @@ def program(
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
     ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-    fixed_splits, stripe,
+    fixed_splits, stripe, before, lse_rows,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr,
     SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
     IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, LSE_FORM: tl.constexpr,
 ):
     """One tile program or one split program. Of ragged sequences, tile programs skip those of SKIP_TO rows or fewer, and
     split programs take those of TAKE_TO rows or fewer (0: all)."""
@@ -487,9 +492,11 @@ def program(
                 lq = (tl.load(cu_q + bs + 1, mask=valid, other=0) - tl.load(cu_q + bs, mask=valid, other=0)).to(tl.int32)
             lk = tl.zeros([BB], tl.int32) + len_k
             if kv_lens is not None:
-                lk = tl.minimum(tl.maximum(tl.load(kv_lens + bs, mask=valid, other=0).to(tl.int32), 0), len_k)
+                lk = tl.minimum(tl.maximum(tl.load(kv_lens + bs, mask=valid, other=0).to(tl.int32) + before * lq, 0), len_k)
             elif cu_k is not None:
                 lk = (tl.load(cu_k + bs + 1, mask=valid, other=0) - tl.load(cu_k + bs, mask=valid, other=0)).to(tl.int32)
+                if PAGED:
+                    lk = tl.minimum(tl.maximum(lk, 0), len_k)
             row_count = tl.where(valid, lq * G, 0)
             if TAKE_TO > 0:
                 row_count = tl.where(row_count <= TAKE_TO, row_count, 0)
@@ -573,9 +580,13 @@ def program(
             if cu_q is not None:
                 len_q = (tl.load(cu_q + b + 1) - tl.load(cu_q + b)).to(tl.int32)
             if kv_lens is not None:
-                len_k = tl.minimum(tl.maximum(tl.load(kv_lens + b).to(tl.int32), 0), len_k)  # what the table has room for
+                # len_k: what the table has room for
+                len_k = tl.minimum(tl.maximum(tl.load(kv_lens + b).to(tl.int32) + before * len_q, 0), len_k)
             elif cu_k is not None:
-                len_k = (tl.load(cu_k + b + 1) - tl.load(cu_k + b)).to(tl.int32)
+                keys = (tl.load(cu_k + b + 1) - tl.load(cu_k + b)).to(tl.int32)
+                if PAGED:
+                    keys = tl.minimum(tl.maximum(keys, 0), len_k)
+                len_k = keys
         row0 = block * BM
         mine = row0 < len_q * G
         if SKIP_TO > 0:
@@ -609,7 +620,10 @@ def program(
                 out = out + wide * o_b
                 q_first = wide * len_q
             if lse is not None:
-                lse = lse + q_first * (heads_kv * G)
+                if LSE_FORM == 0 or cu_q is None:
+                    lse = lse + q_first * (heads_kv * G)
+                else:
+                    lse = lse + q_first
             k = k + kvh * k_h
             v = v + kvh * v_h
             k_row_first = 0
@@ -682,13 +696,13 @@ def program(
                                     macc = macc * shrink[:, None] + tl.sum(w[:, :, None] * x, 0)
                                     mtop = new
                                 finish(macc, mden, mtop, out, lse, sinks, v_factor, o_s, o_h, row0 + r, kvh, len_q, heads_kv * G,
-                                       G, MERGE_ROWS,
-                                       DV, BDV, IEEE)
+                                       lse_rows, G, MERGE_ROWS, DV, BDV, IEEE, LSE_FORM)
                 else:
-                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV,
-                           IEEE)
+                    finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, lse_rows, G, BM,
+                           DV, BDV, IEEE, LSE_FORM)
             else:
-                finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, G, BM, DV, BDV, IEEE)
+                finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q, heads_kv * G, lse_rows, G, BM, DV, BDV,
+                       IEEE, LSE_FORM)
 
 
 @triton.jit
@@ -698,7 +712,7 @@ def attend(
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
     ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-    fixed_splits, stripe,
+    fixed_splits, stripe, before, lse_rows,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr,
     SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
@@ -706,12 +720,13 @@ def attend(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
     V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, SPLIT_LOOPS: tl.constexpr, FLIP: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, LSE_FORM: tl.constexpr,
 ):
     """MODE "tiles", "splits", or "both": `programs` tile programs, the rest split programs. The arguments up
     to window_right change from call to call; the others belong to the shapes and strides. Absent tensors are None.
 
-    q_b, q_s, q_h ...: strides of batch entry (page), row and head. k_scale and v_scale have strides (batch, head)."""
+    q_b, q_s, q_h ...: strides of batch entry (page), row and head. k_scale and v_scale have strides (batch, head). Over pages,
+    cu_k may stand for kv_lens: only differences are read. before: 1 if kv_lens do not count a sequence's queries yet."""
     pid = tl.program_id(0)
     is_tile = MODE == "tiles"
     if MODE == "both":
@@ -734,9 +749,11 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget,
                 fixed_chunk,
-                fixed_splits, stripe, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV, BD, BD2, BDV,
+                fixed_splits, stripe, before, lse_rows, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV,
+                BD, BD2, BDV,
                 PAGED, PAGE, WIDE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)
+                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS,
+                LSE_FORM)
     if MODE != "tiles":
         if not is_tile:
             program(
@@ -747,10 +764,10 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget,
                 fixed_chunk,
-                fixed_splits, stripe, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH, G, D, DV, BD,
-                BD2, BDV, PAGED,
+                fixed_splits, stripe, before, lse_rows, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH,
+                G, D, DV, BD, BD2, BDV, PAGED,
                 SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
-                SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS)
+                SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS, LSE_FORM)
 
 
 # ---- the small ones
@@ -763,13 +780,14 @@ def append(
     kn_b, kn_s, kn_h, vn_b, vn_s, vn_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b, ks_b, ks_h, vs_b, vs_h, cos_s,
     batch, len_q, page_size, tokens, heads, room,
     BT: tl.constexpr, BB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, BY_HAND: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, BY_HAND: tl.constexpr, COUNTING: tl.constexpr,
 ):
     """Writes new keys and values into a paged cache: stored = x / scale, after rotary. One program a kv head and BT tokens.
 
     With `slots`, token t goes to slot slots[t] (page * page_size + offset; negative: nowhere). Else it is one of the last
     tokens of its sequence, and goes to position kv_lens[b] - Lq + i (negative: nowhere) through the table. `room` is the
-    number of pages, or of table entries of a sequence: what lies beyond goes nowhere too."""
+    number of pages, or of table entries of a sequence: what lies beyond goes nowhere too. COUNTING: what kv_lens count
+    (portattn/dialect.py)."""
     pid = tl.program_id(0)
     kn_b, kn_s, kn_h = kn_b.to(tl.int64), kn_s.to(tl.int64), kn_h.to(tl.int64)
     vn_b, vn_s, vn_h = vn_b.to(tl.int64), vn_s.to(tl.int64), vn_h.to(tl.int64)
@@ -807,7 +825,12 @@ def append(
             count = len_q
             k_at = b * kn_b + i * kn_s
             v_at = b * vn_b + i * vn_s
-        position = tl.load(kv_lens + b, mask=ok, other=0).to(tl.int32) - count + i
+        length = tl.load(kv_lens + b, mask=ok, other=0).to(tl.int32)
+        if COUNTING == 1:
+            length += count
+        elif COUNTING == 2:
+            length = tl.load(kv_lens + b + 1, mask=ok, other=0).to(tl.int32) - length
+        position = length - count + i
         ok = ok & (position >= 0) & (position // page_size < room)
         page = tl.load(table + b * table_b + position // page_size, mask=ok, other=0).to(tl.int64)
         inside = (position % page_size).to(tl.int64)

@@ -166,6 +166,7 @@ class Shape(NamedTuple):
     alibi: bool
     sinks: torch.dtype | None
     lse: bool
+    lse_form: int  # portattn/dialect.py
     rotary: int
     rotary_dtype: torch.dtype | None
     interleaved: bool
@@ -193,7 +194,7 @@ STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b",
            "bias_q",
            "bias_k", "alibi_b", "ks_b", "ks_h", "vs_b", "vs_h", "cos_s")
 SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk",
-         "fixed_splits", "stripe")
+         "fixed_splits", "stripe", "before", "lse_rows")
 
 
 def _bias_kind(dtype: torch.dtype | None) -> str:
@@ -245,7 +246,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
         "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
         "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip,
-        "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))),
+        "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))), "LSE_FORM": s.lse_form,
     }
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
@@ -265,7 +266,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
 
 
 HOPPER_STRIDES = ("o_b", "o_s", "o_h")
-HOPPER_SIZES = ("k_h", "v_h", "batch", "heads", "len_q", "len_k", "programs", "group")
+HOPPER_SIZES = ("k_h", "v_h", "batch", "heads", "len_q", "len_k", "programs", "group", "lse_rows")
 
 
 def packed(group: int) -> int:
@@ -300,6 +301,7 @@ def hopper_spec(s: Shape, h: Hopper, search: int) -> Spec:
     constants = {name: None for name, kind in types.items() if not kind} | {
         "NC": h.groups, "PACK": packed(s.group), "G": s.group, "BN": h.bn, "D": s.d, "STAGES": h.stages, "QS": 2 if s.d < 256 else 1,
         "LEFT": s.left, "RIGHT": s.right, "SEARCH": search, "TURNS": bool(h.turns), "CONSUMER_REGISTERS": h.registers,
+        "LSE_FORM": s.lse_form,
     }
     runtime = [(name, kind) for name, kind in types.items() if kind]
     runtime += [("scale", "fp32"), ("window_left", "i32"), ("window_right", "i32")]
@@ -382,7 +384,7 @@ def split_config(base: Config, tile: Config, mode: str, rows: int, group: int) -
 def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, rotary: int, interleaved: bool,
                 rotary_dtype: torch.dtype | None,
                 table: torch.dtype | None, kv_lens: torch.dtype | None, cu_q: torch.dtype | None, slots: torch.dtype | None,
-                k_scale: bool, v_scale: bool, search: int) -> Spec:
+                k_scale: bool, v_scale: bool, search: int, counting: int = 0) -> Spec:
     """The specialisation of `append`: into slots, or at the ends of the sequences of a table."""
     eight = kv_dtype in FORMATS
     kv = "*u8" if eight else POINTER[kv_dtype]
@@ -396,6 +398,7 @@ def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, r
     constants = {name: None for name, kind in types.items() if not kind} | {
         "BT": max(1, min(4, 1024 // max(bd, bdv))), "BB": search, "D": d, "DV": dv, "BD": bd, "BDV": bdv, "ROTARY": rotary,
         "INTERLEAVED": interleaved, "FORMAT": FORMATS[kv_dtype] if eight else "same", "BY_HAND": interpreting(),
+        "COUNTING": counting,
     }
     runtime = [(name, kind) for name, kind in types.items() if kind] + [("k_divisor", "fp32"), ("v_divisor", "fp32")]
     runtime += [(name, "i64") for name in APPEND_STRIDES] + [(name, "i32") for name in APPEND_SIZES]

@@ -42,6 +42,8 @@ def window(given: Any) -> tuple[int, int]:
 # What is kept never changes, and nothing on a device that a graph or another stream may still read is let go.
 _rows: dict[Any, Tensor] = {}  # keys leave the device out on CPU: hashing one costs as much as the rest of a lookup
 _equal: dict[tuple[int, int], Tensor] = {}
+_equal_on: dict[tuple[int, int], tuple[int, int, Tensor]] = {}  # (device, stream): length, batch, and what was made last
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def kept_rows(batch: int, like: Tensor) -> Tensor | None:
@@ -63,9 +65,12 @@ def row_table(batch: int, like: Tensor) -> Tensor:
 
 
 def equal_lengths(length: int, batch: int, like: Tensor) -> Tensor:
-    """(B,) int32, all `length`: the same for every layer of a step. Kept on CPU, where no stream can still be reading them."""
-    if not like.is_cpu or _is_compiling():
+    """(B,) int32, all `length`: the same for every layer of a step. On CPU, where no stream can still be reading them, many are kept;
+    on a GPU the last of each stream, whose memory is used again behind what read it there."""
+    if _is_compiling():
         return torch.full((batch,), length, dtype=torch.int32, device=like.device)
+    if not like.is_cpu:
+        return _on_stream(length, batch, like)
     lens = _equal.get((length, batch))
     if lens is None:
         lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
@@ -73,6 +78,21 @@ def equal_lengths(length: int, batch: int, like: Tensor) -> Tensor:
             _equal.clear()
         if type(lens) is Tensor:
             _equal[length, batch] = lens
+    return lens
+
+
+def _on_stream(length: int, batch: int, like: Tensor) -> Tensor:
+    device = like.device
+    stream = _stream_of(device.index) if like.is_cuda and _stream_of else None
+    if stream is not None:
+        last = _equal_on.get((device.index, stream))
+        if last is not None and last[0] == length and last[1] == batch and not (stream and capturing(device)):
+            return last[2]
+    lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+    if stream is not None and type(lens) is Tensor and not (stream and capturing(device)):  # a capture's memory is the graph's
+        if len(_equal_on) >= KEPT:
+            _equal_on.clear()
+        _equal_on[device.index, stream] = (length, batch, lens)
     return lens
 
 

@@ -13,16 +13,13 @@ import os
 import sys
 import time
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
+from forms import forms
 
 import portattn
-from portattn import attention, attention_paged, attention_varlen, recent
-from portattn.compat import flash_attn as fa2
-from portattn.compat import flash_attn_interface as fa3
-from portattn.compat import vllm_flash_attn as vllm
+from portattn import recent
 
 LIMIT_US = 3.0
 LIMIT_INSTRUCTIONS = 200  # 34 to 150 on CPython 3.11
@@ -30,76 +27,7 @@ ROUNDS = int(os.environ.get("PORTATTN_OVERHEAD_ROUNDS", "2000"))
 CALLS = 8  # in a row: a look at the clock costs 0.05 us
 MODES = pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad], ids=["inference_mode", "no_grad"])
 
-BATCH, PAGE = 2, 4
-Q, K, V = torch.randn(BATCH, 1, 2, 16), torch.randn(BATCH, 8, 1, 16), torch.randn(BATCH, 8, 1, 16)
-ROWS, KEYS, VALUES = (x.flatten(0, 1) for x in (Q, K, V))
-QKV, KV = torch.randn(BATCH, 8, 3, 2, 16), torch.randn(BATCH, 8, 2, 1, 16)
-NEW = dict(k=torch.randn(BATCH, 1, 1, 16), v=torch.randn(BATCH, 1, 1, 16))
-TURNED = NEW | dict(rotary_cos=torch.randn(8, 8), rotary_sin=torch.randn(8, 8))
-PAGES, V_PAGES = torch.randn(4, PAGE, 1, 16), torch.randn(4, PAGE, 1, 16)
-TABLE, OWN_ROWS = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
-LENS, LENS_AFTER, FIVES, SIXES = (torch.tensor(x, dtype=torch.int32) for x in ([5, 3], [6, 4], [5, 5], [6, 6]))
-CU_Q, CU_K, CU_PAGES = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 8, 16], [0, 5, 8]))
-OUT, INDICES = torch.empty_like(ROWS), torch.tensor([0, 1], dtype=torch.int32)
-(PACKED_Q, PACKED_K, PACKED_V), (HALF_K, HALF_V), PACKED_ROWS = QKV.unbind(2), KV.unbind(2), QKV.flatten(0, 1)
-ROWS_Q, ROWS_K, ROWS_V = PACKED_ROWS.unbind(1)
-
-FORMS = {  # name: (the translated call, the native call that computes the same)
-    "dense": (lambda: fa2.flash_attn_func(Q, K, V, causal=True), lambda: attention(Q, K, V, causal=True)),
-    "dense, FlashAttention 3": (lambda: fa3.flash_attn_func(Q, K, V, causal=True), lambda: attention(Q, K, V, causal=True)),
-    "dense, with lse": (lambda: fa2.flash_attn_func(Q, K, V, causal=True, return_attn_probs=True),
-                        lambda: attention(Q, K, V, causal=True, return_lse=True)),
-    "dense, with lse, FlashAttention 3": (lambda: fa3.flash_attn_func(Q, K, V, causal=True, return_attn_probs=True),
-                                          lambda: attention(Q, K, V, causal=True, return_lse=True)),
-    "dense, qkv in one tensor": (lambda: fa2.flash_attn_qkvpacked_func(QKV, causal=True),
-                                 lambda: attention(PACKED_Q, PACKED_K, PACKED_V, causal=True)),
-    "dense, k and v in one tensor": (lambda: fa2.flash_attn_kvpacked_func(Q, KV, causal=True),
-                                     lambda: attention(Q, HALF_K, HALF_V, causal=True)),
-    "varlen": (lambda: fa2.flash_attn_varlen_func(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True),
-               lambda: attention_varlen(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True)),
-    "varlen, FlashAttention 3": (lambda: fa3.flash_attn_varlen_func(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True),
-                                 lambda: attention_varlen(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True)),
-    "varlen, with lse": (
-        lambda: fa2.flash_attn_varlen_func(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True, return_attn_probs=True),
-        lambda: attention_varlen(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True, return_lse=True)),
-    "varlen, qkv in one tensor": (lambda: fa2.flash_attn_varlen_qkvpacked_func(PACKED_ROWS, CU_K, 8, causal=True),
-                                  lambda: attention_varlen(ROWS_Q, ROWS_K, ROWS_V, CU_K, CU_K, 8, 8, causal=True)),
-    "varlen with a block table": (
-        lambda: fa2.flash_attn_varlen_func(ROWS, PAGES, V_PAGES, CU_Q, CU_PAGES, 1, 8, causal=True, block_table=TABLE),
-        lambda: attention_paged(ROWS, PAGES, V_PAGES, TABLE, LENS, cu_seqlens_q=CU_Q, max_seqlen_q=1, causal=True)),
-    "vLLM's varlen": (lambda: vllm.flash_attn_varlen_func(ROWS, KEYS, VALUES, 1, CU_Q, 8, CU_K, causal=True),
-                      lambda: attention_varlen(ROWS, KEYS, VALUES, CU_Q, CU_K, 1, 8, causal=True)),
-    "vLLM's varlen over pages": (
-        lambda: vllm.flash_attn_varlen_func(q=ROWS, k=PAGES, v=V_PAGES, out=OUT, cu_seqlens_q=CU_Q, max_seqlen_q=1,
-                                            seqused_k=LENS, max_seqlen_k=8, softmax_scale=0.25, causal=True, block_table=TABLE,
-                                            fa_version=2),
-        lambda: attention_paged(ROWS, PAGES, V_PAGES, TABLE, LENS, cu_seqlens_q=CU_Q, max_seqlen_q=1, out=OUT, causal=True,
-                                softmax_scale=0.25)),
-    "kvcache of ragged queries over pages, FlashAttention 3": (
-        lambda: fa3.flash_attn_with_kvcache(ROWS, PAGES, V_PAGES, cache_seqlens=LENS, page_table=TABLE, cu_seqlens_q=CU_Q,
-                                            max_seqlen_q=1, causal=True),
-        lambda: attention_paged(ROWS, PAGES, V_PAGES, TABLE, LENS, cu_seqlens_q=CU_Q, max_seqlen_q=1, causal=True)),
-    "kvcache with cache_batch_idx": (
-        lambda: fa2.flash_attn_with_kvcache(Q, K, V, cache_seqlens=LENS, cache_batch_idx=INDICES, causal=True),
-        lambda: attention_paged(Q, K, V, OWN_ROWS, LENS, causal=True)),
-    "kvcache over pages with lse": (
-        lambda: fa2.flash_attn_with_kvcache(Q, PAGES, V_PAGES, cache_seqlens=LENS, block_table=TABLE, causal=True,
-                                            return_softmax_lse=True),
-        lambda: attention_paged(Q, PAGES, V_PAGES, TABLE, LENS, causal=True, return_lse=True)),
-}
-for fa, at in ((fa2, "block_table"), (fa3, "page_table")):
-    of = "kvcache" if fa is fa2 else "FlashAttention 3's kvcache"
-    for cache, keys, table, given in (("pages", (PAGES, V_PAGES), TABLE, {at: TABLE}),
-                                      ("a contiguous cache", (K, V), OWN_ROWS, {})):
-        for lens, length, before, after in (("", LENS, LENS, LENS_AFTER), (", one length for all", 5, FIVES, SIXES)):
-            for new, now, options in (("", before, {}), (" with an append", after, NEW),
-                                      (" with a turned append", after, TURNED)):
-                turned = dict(rotary_interleaved=True) if "rotary_cos" in options else {}
-                FORMS[f"{of} over {cache}{new}{lens}"] = (
-                    partial(fa.flash_attn_with_kvcache, Q, *keys, cache_seqlens=length, causal=True, **options, **given),
-                    partial(attention_paged, Q, *keys, table, now, causal=True, **options, **turned))
-
-
+FORMS = forms()
 OPERATIONS = {  # what a form's meaning adds to the native call: FlashAttention 2's dropout mask, which is empty
     "dense, with lse": ["new_empty"], "varlen, with lse": ["new_empty"],
 }

@@ -28,7 +28,7 @@ needs_gluon = pytest.mark.skipif(OLD, reason="hopper.py compiles with Triton 3.6
 
 
 def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, stages=2, qs=2, turns=True, programs=3, strip=3,
-        ahead=True):
+        ahead=True, lse_form=0):
     """(out, lse) of the kernel, tensors as calls.py would pass them; cu: (cu_seqlens_q, cu_seqlens_k)."""
     (*batch, tokens, heads_q, d), heads_kv = q.shape, k.shape[-2]
     group = heads_q // heads_kv
@@ -42,7 +42,7 @@ def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, sta
     else:
         blocks = (tokens * pack // (64 * groups) + sequences) * heads
     left, right = window[0], 0 if causal else window[1]
-    out, lse = np.full(q.shape, np.nan, q.dtype), np.full(q.shape[:-1], np.nan, np.float32)
+    out, lse = np.full(q.shape, np.nan, q.dtype), np.full((*batch, heads_q, tokens) if lse_form else q.shape[:-1], np.nan, np.float32)
     counters = np.zeros(2, np.int32)
     rows = lambda t: t.reshape(*t.shape[:-2], heads_kv * d)
     pointer = lambda x: None if x is None else host.Pointer(x)
@@ -53,7 +53,7 @@ def run(q, k, v, causal, window, sinks, cu=None, used=None, groups=2, bn=64, sta
         counters=host.Pointer(counters), scale=host.tensor(np.float32(d**-0.5)), window_left=host.tensor(left),
         window_right=host.tensor(right), o_b=host.tensor(tokens * heads_q * d), o_s=host.tensor(heads_q * d), o_h=host.tensor(d),
         k_h=d, v_h=d, batch=host.tensor(sequences), heads=host.tensor(heads), len_q=host.tensor(len_q), len_k=host.tensor(len_k),
-        programs=host.tensor(blocks), group=host.tensor(strip), NC=groups, PACK=pack, G=group, BN=bn, D=d, STAGES=stages, QS=qs,
+        programs=host.tensor(blocks), group=host.tensor(strip), lse_rows=host.tensor(tokens), LSE_FORM=lse_form, NC=groups, PACK=pack, G=group, BN=bn, D=d, STAGES=stages, QS=qs,
         LEFT=left >= 0, RIGHT=right >= 0, SEARCH=16, TURNS=turns, CONSUMER_REGISTERS=240)
     assert not counters.any(), "the next launch finds them zero"
     return out, lse
@@ -112,6 +112,29 @@ def test_ragged_sequences_see_nothing_of_their_neighbours(used, heads_q, heads_k
     close(out[: cu[0][-1]], want[: cu[0][-1]], 4e-3)
     close(lse[: cu[0][-1]], want_lse[: cu[0][-1]], 1e-4)
     assert np.isnan(out[cu[0][-1] :]).all()
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("name", ["fewer keys than queries", "packed heads, more keys", "ragged"])
+def test_lse_has_its_heads_first_where_the_caller_says_so(name, sink):
+    """As portattn/dialect.py: form 1, and form 2 with +inf where a row sees no key."""
+    rng = np.random.default_rng(5)
+    half = lambda *shape: rng.standard_normal(shape).astype(np.float16)
+    if name == "ragged":
+        (heads_q, heads_kv), lens_q, lens_k = (4, 2), [100, 0, 33, 70], [40, 5, 64, 70]
+        q, k, v = half(sum(lens_q), heads_q, 64), half(sum(lens_k), heads_kv, 64), half(sum(lens_k), heads_kv, 64)
+        options = dict(cu=tuple(np.cumsum([0, *n]).astype(np.int32) for n in (lens_q, lens_k)))
+    else:
+        batch, sq, sk, heads_q, heads_kv, *_, options = DENSE[name]
+        q, k, v = half(2, sq, heads_q, 64), half(2, sk, heads_kv, 64), half(2, sk, heads_kv, 64)
+    sinks = rng.standard_normal(heads_q).astype(np.float32) if sink else None
+    out, lse = run(q, k, v, True, (-1, -1), sinks, **options)
+    empty = lse == -np.inf
+    assert empty.any() == (not sink and name != "packed heads, more keys")
+    for form in (1, 2):
+        again, by_heads = run(q, k, v, True, (-1, -1), sinks, lse_form=form, **options)
+        assert np.array_equal(again, out)
+        assert np.array_equal(by_heads.swapaxes(-1, -2), np.where(empty, np.inf, lse) if form == 2 else lse)
 
 
 LOOP_END = "                acc, p, den, shrink, top = warpgroup_mma_wait(0, deps=[o, p, den, shrink, top])\n                sync()\n"

@@ -51,6 +51,10 @@ def test_paths_that_small_problems_do_not_take():
     _interpreted("paths")
 
 
+def test_lengths_lse_and_packed_tensors_as_the_caller_says():
+    _interpreted("spoken")
+
+
 def test_page_offsets_past_int32():
     _interpreted("offsets")
 
@@ -170,7 +174,68 @@ def paths() -> None:
     hold("attention", q, k, v, num_splits=7)
 
 
+def spoken() -> None:
+    """portattn/dialect.py: bit for bit what the same call gives in portattn's own way, in every mode of the kernel."""
+    import portattn
+    from portattn import dialect, recent
+    from portattn.compat import _packed, flash_attn
+
+    torch.manual_seed(3)
+    half = lambda *shape: torch.randn(*shape).half()
+    small, forms = half(24, 4, 1, 16), (dialect.OURS, dialect.HEADS_FIRST, dialect.FLASH_ATTN_2)
+
+    def same(got, want, form):
+        lse = got[1].mT if form else got[1]
+        empty = want[1] == -torch.inf
+        assert empty.any() and torch.equal(got[0], want[0])
+        assert torch.equal(lse, want[1].masked_fill(empty, torch.inf) if form == dialect.FLASH_ATTN_2 else want[1])
+
+    cases = {  # name: (lengths, of q, options)
+        "splits": ([8, 0, 16], [2] * 3, {}),
+        "tiles": ([16, 0], [33] * 2, {}),
+        "both": ([16, 0, 7], [1, 1, 40], {}),
+        "invariant": ([16, 0, 7], [1, 1, 40], dict(batch_invariant=True)),
+    }
+    for name, (lens, q_lens, options) in cases.items():
+        for index in (torch.int32, torch.int64) if name == "both" else (torch.int32,):
+            lens, rows = torch.tensor(lens, dtype=index), torch.tensor(q_lens, dtype=index)
+            q, table = half(len(q_lens), q_lens[0], 2, 16), torch.randperm(24)[: 4 * len(q_lens)].view(-1, 4).int()
+            if len(set(q_lens)) > 1:
+                cu = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(index)
+                q, options = half(sum(q_lens), 2, 16), options | dict(cu_seqlens_q=cu, max_seqlen_q=max(q_lens))
+            new = {n: half(*q.shape[:-2], 1, 16) for n in "kv"}
+            for append in ({}, new) if name in ("splits", "both") else ({},):
+                run = lambda lens, **more: (caches := [small.clone(), small.clone()]) and (portattn.attention_paged(
+                    q, *caches, table, lens, causal=True, return_lse=True, backend="triton", **append, **options, **more), caches)
+                want, filled = run(lens)
+                for counting, given in ((dialect.AFTER, lens), (dialect.BEFORE, lens - rows),
+                                        (dialect.PREFIX_SUMS, torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(index))):
+                    for form in forms if index is torch.int32 and counting == dialect.AFTER and not append else forms[2:]:
+                        got, caches = run(given, _counting=counting, _lse=form)
+                        same(got, want, form)
+                        assert all(map(torch.equal, caches, filled)) and torch.equal(caches[0], small) == (not append)
+            lens, options = lens.tolist(), {k: v for k, v in options.items() if k == "batch_invariant"}
+
+    q, k = half(2, 40, 4, 16), half(2, 20, 2, 16)
+    cu, cu_k = torch.tensor([0, 40, 80]), torch.tensor([0, 20, 40])
+    for form in forms:
+        same(portattn.attention(q, k, k, causal=True, return_lse=True, backend="triton", _lse=form),
+             portattn.attention(q, k, k, causal=True, return_lse=True, backend="triton"), form)
+        ragged = (q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), cu, cu_k, 40, 20)
+        options = dict(causal=True, return_lse=True, backend="triton")
+        same(portattn.attention_varlen(*ragged, _lse=form, **options), portattn.attention_varlen(*ragged, **options), form)
+
+    with portattn.use("triton"):
+        for _ in range(5):
+            x, kv = half(2, 9, 3, 2, 16), half(2, 9, 2, 2, 16)
+            got = flash_attn.flash_attn_qkvpacked_func(x, causal=True), flash_attn.flash_attn_kvpacked_func(x[:, :, 0], kv)
+            assert torch.equal(got[0], portattn.attention(*x.unbind(2), causal=True))
+            assert torch.equal(got[1], portattn.attention(x[:, :, 0], *kv.unbind(2)))
+        assert _packed._recent.kinds or not recent._Guards
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PORTATTN_VERIFY", "0")
-    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets, "paths": paths}[sys.argv[1]]()
+    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets, "paths": paths,
+     "spoken": spoken}[sys.argv[1]]()
