@@ -43,6 +43,7 @@ def window(given: Any) -> tuple[int, int]:
 _rows: dict[Any, Tensor] = {}  # keys leave the device out on CPU: hashing one costs as much as the rest of a lookup
 _equal: dict[tuple[int, int], Tensor] = {}
 _equal_on: dict[tuple[int, int], tuple[int, int, Tensor]] = {}  # (device, stream): length, batch, and what was made last
+_nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -94,6 +95,20 @@ def _on_stream(length: int, batch: int, like: Tensor) -> Tensor:
             _equal_on.clear()
         _equal_on[device.index, stream] = (length, batch, lens)
     return lens
+
+
+def nothing(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor, for what flash-attn returns with dropout or by parts only. Kept: it has no memory that anything could share."""
+    if _is_compiling() or type(like) is not Tensor:
+        return like.new_empty(0, dtype=dtype)
+    key = (dtype or like.dtype, like.device)
+    empty = _nothing.get(key)
+    if empty is None or empty.numel():  # resize_()
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=key[0], device=key[1])
+        if type(empty) is Tensor:  # a fake one is of its mode only
+            _nothing[key] = empty
+    return empty
 
 
 def sequence_of(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

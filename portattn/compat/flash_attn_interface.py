@@ -13,7 +13,7 @@ from torch import Tensor
 from ..api import _attention, attention, attention_varlen, merge_states
 from ..dialect import HEADS_FIRST, lengths, lse_as
 from . import _chunks, _kvcache, _packed
-from ._translate import ANY, refuse, sequence_of, window
+from ._translate import ANY, nothing, refuse, sequence_of, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "get_scheduler_metadata"]
@@ -124,7 +124,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                               cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
                               num_splits, return_softmax_lse, None, k_descale, v_descale, cu_seqlens_q, max_seqlen_q,
                               cu_seqlens_k_new, rotary_seqlens)
-    return (*got, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else got
+    return (*got, nothing(q), nothing(q)) if return_softmax_lse else got
 
 
 def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: Tensor,

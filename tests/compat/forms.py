@@ -75,6 +75,9 @@ def forms(device: str = "cpu", dtype: torch.dtype = torch.float32, dim: int = 16
                                                 return_softmax_lse=True),
             lambda: attention_paged(q, pages, v_pages, table, lens, causal=True, return_lse=True)),
     }
+    found["kvcache over pages with lse, FlashAttention 3"] = (
+        lambda: fa3.flash_attn_with_kvcache(q, pages, v_pages, cache_seqlens=lens, page_table=table, causal=True, return_softmax_lse=True),
+        lambda: attention_paged(q, pages, v_pages, table, lens, causal=True, return_lse=True))
     for fa, at in ((fa2, "block_table"), (fa3, "page_table")):
         of = "kvcache" if fa is fa2 else "FlashAttention 3's kvcache"
         for cache, pair, its_table, given in (("pages", (pages, v_pages), table, {at: table}),

@@ -15,7 +15,7 @@ from ...api import _attention, _attention_varlen, attention, attention_paged, at
 from ...dialect import AFTER, FLASH_ATTN_2, PREFIX_SUMS
 from ...errors import PortattnError
 from .. import _kvcache, _packed
-from .._translate import ANY, refuse, refuse_dropout, window
+from .._translate import ANY, nothing, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -137,7 +137,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
 def _with_probs(got: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """flash-attn's third result exists with dropout only; without, it is empty."""
     out, lse = got
-    return out, lse, out.new_empty(0)
+    return out, lse, nothing(out)
 
 
 # ------------------------------------------------------------------ private names that ring-attention code imports
@@ -146,7 +146,7 @@ def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_l
     """(out, lse (B, Hq, Sq), an empty tensor, an empty tensor): the two are the dropout mask and its random state."""
     out, lse, probs = flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
                                       alibi_slopes, return_attn_probs=True)
-    return out, lse, probs, torch.empty(0, dtype=torch.int64, device=q.device)
+    return out, lse, probs, nothing(q, torch.int64)
 
 
 def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -168,4 +168,4 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
         lens, counting = (cu_seqlens_k, PREFIX_SUMS) if seqused_k is None else (seqused_k, AFTER)
         out, lse = attention_paged(q, k, v, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
                                    _counting=counting, **options)
-    return out, lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
+    return out, lse, nothing(q), nothing(q, torch.int64)
