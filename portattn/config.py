@@ -7,6 +7,7 @@ undecoded mapping behind os.environ costs 0.04 us where os.environ.get costs 0.4
 from __future__ import annotations
 
 import os
+import tempfile
 
 VARIABLES = {
     "PORTATTN_BACKEND": "comma-separated order of backends to try, as portattn.use() takes them",
@@ -47,9 +48,11 @@ def call_state() -> tuple[object, object]:
 def cache_dir() -> str:
     """The folder for verdicts and compiled kernels; not created here."""
     if chosen := get("PORTATTN_CACHE"):
-        return chosen
+        return os.path.expanduser(chosen)
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~")
     else:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if base.startswith("~"):  # a user without a home, as containers have them
+        return os.path.join(tempfile.gettempdir(), f"portattn-{os.getuid() if hasattr(os, 'getuid') else 'cache'}")
     return os.path.join(base, "portattn")

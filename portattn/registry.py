@@ -292,28 +292,31 @@ def _status(entry: _Entry) -> Status:
     if bad:
         ready = any(not reasons for reasons in entry.probed.values())
         return Status("partial" if ready else "broken", bad)
-    away = [reasons for reasons in entry.probed.values() if reasons]
-    if away and len(away) == len(entry.probed):
-        return Status("unavailable", away[0])
-    if not _served_devices(entry) & _present_devices():
-        return Status("unavailable", (Reason("device", "|".join(sorted(_served_devices(entry))), "|".join(sorted(_present_devices()))),))
+    if not all(entry.probed.values()):
+        return Status("ready")
+    if entry.probed:
+        return Status("unavailable", next(iter(entry.probed.values())))
+    served, present = _served_devices(entry), _present_devices()
+    if not served & present:
+        return Status("unavailable", (Reason("device", "|".join(sorted(served)), "|".join(sorted(present))),))
     return Status("ready")
 
 
 def _served_devices(entry: _Entry) -> set[str]:
+    """Devices that a backend is for; where it is native to some, the others are no reason to call it ready."""
     caps = entry.manifest.capabilities
-    return {d for c in caps for d in c.devices} | ({"cpu"} if any(not c.devices for c in caps) else set())
+    return set(entry.manifest.native) or {d for c in caps for d in c.devices} | ({"cpu"} if any(not c.devices for c in caps) else set())
 
 
 def _present_devices() -> set[str]:
-    """Devices that torch counts without creating a context."""
+    """Devices that torch counts without creating a context; a driver that raises when it is asked has none."""
+    counts = {vendor("cuda"): torch.cuda.device_count, "mps": torch.backends.mps.is_available,
+              "xpu": lambda: hasattr(torch, "xpu") and torch.xpu.device_count()}
     present = {"cpu"}
-    if torch.cuda.device_count():
-        present.add(vendor("cuda"))
-    if torch.backends.mps.is_available():
-        present.add("mps")
-    if hasattr(torch, "xpu") and torch.xpu.device_count():
-        present.add("xpu")
+    for name, count in counts.items():
+        with contextlib.suppress(Exception):
+            if count():
+                present.add(name)
     return present
 
 
@@ -366,8 +369,7 @@ def order_of(backend: str | None) -> tuple[tuple[str, ...], str]:
         return (backend,), "backend"
     if names := _order.get():
         return names, "use"
-    if text := config.get("PORTATTN_BACKEND").strip():
-        names = tuple(n.strip() for n in text.split(",") if n.strip())
+    if names := tuple(n.strip() for n in config.get("PORTATTN_BACKEND").split(",") if n.strip()):
         check_names(names, "PORTATTN_BACKEND")
         return names, "PORTATTN_BACKEND"
     return tuple(_by_priority()), ""
@@ -528,3 +530,13 @@ def self_check(name: str, device: torch.device | str, dtype: str = "float32") ->
 def known_answers() -> list[verdicts.Verdict]:
     """The known-answer verdicts of this process."""
     return verdicts.all_verdicts()
+
+
+def _forget_after_fork() -> None:
+    """Another thread may have held the lock at the fork, for the seconds of a first compilation: it is gone in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -52,6 +52,30 @@ def test_everything_runs_with_other_peoples_packages_blocked_or_broken():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_child_forked_while_another_thread_makes_a_choice_computes():
+    run("""
+        import os, signal, threading, torch, portattn
+        from portattn import registry
+        held, done = threading.Event(), threading.Event()
+        def choosing():  # as the first use of a backend does for seconds, while it compiles
+            with registry._lock:
+                held.set()
+                done.wait()
+        threading.Thread(target=choosing, daemon=True).start()
+        held.wait()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            torch.set_num_threads(1)
+            q = torch.randn(1, 2, 2, 8)
+            os._exit(0 if portattn.attention(q, q, q, backend="sdpa").shape == q.shape else 1)
+        status = os.waitpid(pid, 0)[1]
+        done.set()
+        assert status == 0, status
+    """)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_child_forked_after_import_computes():
     run("""
         import os, torch, portattn

@@ -1,6 +1,7 @@
 """Order, overrides, reasons, warnings, plugins and quarantine: what the registry promises, on toy backends."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import torch
 from toys import attention, toy, toy_manifest
 
 import portattn
-from portattn import Reason, registry  # noqa: F401  (Reason is public for adapters)
+from portattn import Reason, config, registry  # noqa: F401  (Reason is public for adapters)
 from portattn.manifest import ManifestError
 
 
@@ -44,6 +45,36 @@ def test_a_change_of_the_environment_is_honoured_between_two_equal_calls(qkv, mo
         monkeypatch.setenv("PORTATTN_BACKEND", "b")
         portattn.attention(*qkv)
     assert a and b
+
+
+@pytest.mark.parametrize("value", ["", " ", ",", " , ,", "\t"])
+def test_an_order_that_names_nothing_is_none(qkv, usual, monkeypatch, value):
+    monkeypatch.setenv("PORTATTN_BACKEND", value)
+    assert chosen(*qkv) == usual
+    portattn.attention(*qkv)
+
+
+def test_a_backend_is_not_ready_for_being_importable(monkeypatch):
+    """A device that a backend serves besides those that it is made for, as an interpreter does, says nothing before it was tried."""
+    with toy(capability=dict(devices=["cpu", "xpu"]), native=["xpu"]):
+        monkeypatch.setattr(registry, "_present_devices", lambda: {"cpu"})
+        status = portattn.backends()["toy"]
+        assert status.level == "unavailable" and status.reasons[0].need == "xpu"
+        assert not registry.probe("toy", "cpu") and portattn.backends()["toy"].level == "ready"
+        monkeypatch.setattr(registry, "_present_devices", lambda: {"cpu", "xpu"})
+    with toy(capability=dict(devices=["cpu", "xpu"]), native=["xpu"]):
+        assert portattn.backends()["toy"].level == "ready"
+
+
+def test_a_driver_that_raises_when_devices_are_counted_is_no_device(monkeypatch):
+    def raises(*_):
+        raise RuntimeError("no HIP GPUs are available")
+
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "device_count", raises)
+    monkeypatch.setattr(torch.backends.mps, "is_available", raises)
+    states = portattn.backends()
+    assert states["sdpa"].level == "ready" and states["hip"].level == "unavailable"
 
 
 def test_a_forced_backend_never_falls_through(qkv):
@@ -285,6 +316,17 @@ def test_an_unwritable_cache_only_means_that_nothing_is_kept(qkv, monkeypatch, t
     with toy() as calls:
         portattn.attention(*qkv)
         assert len(calls) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="platform: folders of users there are found otherwise")
+def test_the_cache_folder_of_a_user_without_home_is_no_folder_named_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTATTN_CACHE", "~/mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.cache_dir() == str(tmp_path / "mine")
+    for name in ("PORTATTN_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert os.path.isabs(config.cache_dir()) and "portattn" in config.cache_dir()
 
 
 def test_the_known_answer_check_leaves_the_random_state_alone(qkv):
