@@ -14,7 +14,7 @@ import torch
 from portattn import instances, reference
 from portattn.instances import GFX, limits_of
 from portattn.testing.tolerance import close_lse, close_out
-from tests.simt.test_decode import paged
+from tests.simt.test_decode import paged, poisoned_left
 
 from . import launch, program
 
@@ -54,6 +54,13 @@ OPTIONS = [
 @pytest.mark.parametrize("arch", CHIEF)
 def test_masks_and_options(arch, options):
     check(arch, *paged([90, 45], dim=128, **dict(options)), grid=6)
+
+
+@pytest.mark.parametrize("page, offset", [(16, 0), (1, 0), (7, 3)])
+@pytest.mark.parametrize("arch", CHIEF)
+def test_pages_left_of_every_window_may_hold_anything(arch, page, offset):
+    call, args, kw = paged([100, 233, 30], dim=128, len_q=2, window=(16, 0), page=page, offset=offset)
+    check(arch, poisoned_left(call), args, kw, grid=5)
 
 
 @pytest.mark.parametrize("dtype, dim, cache", [(torch.float16, 64, None), (torch.bfloat16, 256, None), (torch.float16, 128, "e4m3")])

@@ -9,7 +9,7 @@ from portattn import instances, reference
 from portattn.instances import limits_of
 from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
-from tests.simt.test_decode import paged
+from tests.simt.test_decode import paged, poisoned_left
 
 from . import launch, program
 from .test_attention import ARCHS, CHIEF, check
@@ -33,6 +33,13 @@ OPTIONS = [
 @pytest.mark.parametrize("arch", CHIEF)
 def test_masks_and_options(arch, options):
     check(arch, *paged([150, 40], q_lens=[90, 3], dim=128, **dict(options)), grid=2, mixed=True)
+
+
+@pytest.mark.parametrize("page, offset", [(16, 0), (7, 0), (16, 3)])
+@pytest.mark.parametrize("arch", CHIEF)
+def test_pages_left_of_every_window_may_hold_anything(arch, page, offset):
+    call, args, kw = paged([200, 133, 90], q_lens=[100, 40, 1], dim=128, window=(20, 0), page=page, offset=offset)
+    check(arch, poisoned_left(call), args, kw, grid=2, mixed=True)
 
 
 @pytest.mark.parametrize("dtype, dim, dim_v, cache", [(torch.float16, 64, 64, None), (torch.bfloat16, 256, 200, None), (torch.float16, 128, 128, "e4m3"),

@@ -16,7 +16,7 @@ from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
 from . import host
-from .test_decode import check, paged
+from .test_decode import check, paged, poisoned_left
 
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
@@ -72,6 +72,22 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
 def test_masks_and_options(target, options):
     check(*paged([90, 45], **dict(options)), **how(target))
+
+
+@pytest.mark.parametrize("target", GFX)
+@pytest.mark.parametrize("page", [1, 7, 16, 48])
+def test_pages_left_of_every_window_may_hold_anything(page, target):
+    call, args, kw = paged([100, 333, 30], len_q=3, window=(16, 0), page=page)
+    check(poisoned_left(call), args, kw, **how(target))
+
+
+@pytest.mark.parametrize("target", GFX)
+@pytest.mark.parametrize("options", [dict(dim=256, heads=(2, 1)), dict(dim=80, dim_v=36, cache="e5m2"), dict(offset=1), dict(batch_invariant=True, q_lens=[2, 9, 40])],
+                         ids=lambda o: "-".join(o))
+def test_pages_left_of_windows_with_other_loads(options, target):
+    """Pieces that wait in halves, of 8 bits, that are not aligned; cuts, and several tiles of a sequence."""
+    call, args, kw = paged([100, 333, 90], window=(20, 0), alibi_slopes=torch.full((options.get("heads", (4, 2))[0],), 0.1), **dict(options))
+    check(poisoned_left(call), args, kw, **how(target))
 
 
 @pytest.mark.parametrize("target", GFX)

@@ -7,7 +7,7 @@ import torch
 
 from . import host
 from .test_amd import GFX
-from .test_decode import paged
+from .test_decode import paged, poisoned_left
 from .test_mixed import check
 
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
@@ -39,6 +39,14 @@ def test_head_sizes_and_types(target, dtype, dim, dim_v, n):
 
 def test_several_large_tiles_a_wave():
     check(*paged([100, 40], heads=(2, 1), q_lens=[90, 1]), **how("gfx9", m=4))
+
+
+@pytest.mark.parametrize("target", GFX)
+@pytest.mark.parametrize("options", [dict(page=1), dict(page=7), dict(), dict(page=48), dict(offset=3, page=16), dict(cache="e5m2", dim=96, dim_v=80, index=torch.int64)],
+                         ids=lambda o: "-".join(o) or "page16")
+def test_pages_left_of_every_window_may_hold_anything(options, target):
+    call, args, kw = paged([300, 133, 90], q_lens=[150, 40, 1], window=(20, 0), **dict(options))
+    check(poisoned_left(call), args, kw, **how(target))
 
 
 @pytest.mark.parametrize("target", GFX)

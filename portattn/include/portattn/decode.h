@@ -223,6 +223,8 @@ struct Decode {
       x.x[n] = *reinterpret_cast<const Bytes16*>(in_global(reinterpret_cast<const u8*>(from)) + (kColumn ? mine : offset(i * warp::kWave + lane)));
     }
   }
+  // The first key that a row of the segment's sequence sees. Pages left of it may hold anything: they are not read, and come as zeros.
+  PA_DEVICE int first_seen() const { return p.window_left >= 0 ? visible(p, uniform(ends().c.s), 0, 0).lo : 0; }
   // Waits for them and leaves them in the wave's tile; where they are not whole (the last keys of a sequence, pages
   // that 16 keys straddle, rows that are not aligned) they are read only now.
   template <bool kOfV, int kNth = 0>
@@ -239,10 +241,10 @@ struct Decode {
       return;
     }
     if (kNth) return;
-    const int count = c.s.len_k - first;
+    const int count = c.s.len_k - first, lo = first_seen() - first;
 #pragma unroll 1
     for (int piece = lane; piece < kKeys * kPieces; piece += warp::kWave) {
-      const int r = piece / kPieces, d = piece % kPieces * kEach, bytes = r < count ? bytes_from(d, kOfV) : 0;
+      const int r = piece / kPieces, d = piece % kPieces * kEach, bytes = r < count && r >= lo ? bytes_from(d, kOfV) : 0;
       Bytes16 y = {};
       if (bytes > 0) {
         const KvOffset at = kv_offset(p, c.s, page_of(p, c.b, first + r), first + r, c.head_kv);
@@ -562,8 +564,10 @@ struct Decode {
   };
   // Of the cursor, `c` has what every unit needs; the rest of it is not read.
   PA_DEVICE void turn(Cursor<kUnit, P>& c, bool& begins, State& st, Fetched& f) {
-    const int first = c.key() + wave * kKeys;
+    int first = c.key() + wave * kKeys;
+    const int then = first + kUnit;
     const bool more = c.left > 1;
+    if (begins && first + kKeys <= first_seen()) first = c.s.len_k;  // only a tile's first unit has such keys: as if past the end
     if (begins) f.page = uniform(look_up(c, first));
     if (begins || kAhead == 0) fetch<false>(c, first, f.page, f.keys);
     if (begins && kAhead == 2) fetch<true>(c, first, f.page, f.values);
@@ -578,7 +582,7 @@ struct Decode {
       fetch<false, 1>(c, first, f.page, f.keys);
       land<false, 1>(c, first, f.keys);
     }
-    const i64 next = more ? look_up(c, first + kUnit) : 0;
+    const i64 next = more ? look_up(c, then) : 0;
     if (kAhead == 1) fetch<true>(c, first, f.page, f.values);
     warp::wave_sync();
     step(c.s, first, st, 0, [&] {
@@ -590,8 +594,8 @@ struct Decode {
       }
       f.page = uniform(next);
       f.keys = {};  // no register keeps what was there before
-      if (more && kAhead >= 1) fetch<false>(c, first + kUnit, f.page, f.keys);
-      if (more && kAhead == 2) fetch<true>(c, first + kUnit, f.page, f.values);
+      if (more && kAhead >= 1) fetch<false>(c, then, f.page, f.keys);
+      if (more && kAhead == 2) fetch<true>(c, then, f.page, f.values);
       warp::wave_sync();
     });
     warp::wave_sync();  // before the stage is filled again

@@ -51,6 +51,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   struct Pages {  // of any size: each row has its own
     i32 keys[kKeyLoads], values[kValueLoads][4];
     u32 inverse;
+    int lo;  // the first key that a row of the sequence sees: pages left of it may hold anything, and are not read
   };
   struct State : Base::State { FragA q[kHoldQ ? kRowTiles : 1][kHoldQ ? kSteps : 1]; };
 
@@ -81,12 +82,12 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     return key - n * size < size ? n : n + 1;
   }
   PA_DEVICE void look_up(const Tile& t, int block, Pages& pages) const {
-    pages = {{}, {}, pages.inverse};  // no register keeps what was there before
+    pages = {{}, {}, pages.inverse, pages.lo};  // no register keeps what was there before
     if (!(p.flags & kPaged)) return;
     const u32 shift = p.flags & kTable64 ? 3 : 2;  // of an i64 the lower half is read
     const u8* table = in_global(static_cast<const u8*>(p.block_table)) + (t.b * p.table_batch << shift);
     auto page = [&](int key) {
-      const u32 at = static_cast<u32>(min_of(key, t.s.len_k - 1));
+      const u32 at = static_cast<u32>(min_of(max_of(key, pages.lo), t.s.len_k - 1));
       return *reinterpret_cast<const i32*>(table + (static_cast<u64>(page_number(at, pages.inverse)) << shift));
     };
 #pragma unroll
@@ -97,7 +98,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
       for (int i = 0; i < 4; ++i) pages.values[j][i] = page(block * kN + value_row(j) + i);
   }
 
-  // ---- from global memory to registers. A thread without a piece, and one of a key past the end, reads some row that is there.
+  // ---- from global memory to registers. A thread without a piece, and one of a key past the end or left of lo's page, reads some row that
+  // is there.
 
   struct Rows {  // of keys, or of values
     const C* base;
@@ -160,14 +162,14 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   }
   // Rows that are not aligned: element by element, only now.
   template <bool kOfV>
-  PA_DEVICE void land_slowly(const Tile& t, int block) const {
+  PA_DEVICE void land_slowly(const Tile& t, int block, int lo) const {
     const C* base = in_global(static_cast<const C*>(kOfV ? p.v : p.k));
     const int dim = kOfV ? p.head_dim_v : p.head_dim;
 #pragma unroll 1
     for (int i = thread_x(); i < kN * kD; i += kThreads) {
       const int r = i / kD, d = i % kD, key = block * kN + r;
       C x = {};
-      if (key < t.s.len_k && d < dim) {
+      if (key < t.s.len_k && key >= lo && d < dim) {
         const KvOffset at = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
         x = base[(kOfV ? at.v : at.k) + d];
       }
@@ -177,15 +179,18 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     }
   }
 
-  PA_DEVICE void land(const Tile& t, int block, const Keys& x) const {
-    if (!(p.flags & kAligned)) return land_slowly<false>(t, block);
-    const bool whole = (block + 1) * kN <= t.s.len_k && p.head_dim == kD;
+  // Keys [lo, len_k) of a block, all of their columns; the rest becomes zeros.
+  PA_DEVICE bool all_there(const Tile& t, int block, int lo) const { return (block + 1) * kN <= t.s.len_k && block * kN >= lo; }
+  PA_DEVICE int bytes_of(const Tile& t, int key, int lo, int left) const { return key < t.s.len_k && key >= lo ? left * kSize : 0; }
+  PA_DEVICE void land(const Tile& t, int block, int lo, const Keys& x) const {
+    if (!(p.flags & kAligned)) return land_slowly<false>(t, block, lo);
+    const bool whole = all_there(t, block, lo) && p.head_dim == kD;
 #pragma unroll
     for (int j = 0; j < kKeyLoads; ++j) {
       const int r = key_row(j), d = key_column(j);
       if (kN * kPieces % kThreads != 0 && r >= kN) continue;
       Bytes16 y = x.x[j];
-      if (!whole) y = keep_bytes(y, block * kN + r < t.s.len_k ? (p.head_dim - d) * kSize : 0);
+      if (!whole) y = keep_bytes(y, bytes_of(t, block * kN + r, lo, p.head_dim - d));
 #pragma unroll
       for (int n = 0; n < kEach; n += 8) {
         Eight part;
@@ -195,9 +200,9 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
       }
     }
   }
-  PA_DEVICE void land(const Tile& t, int block, const Values& x) const {
-    if (!(p.flags & kAligned)) return land_slowly<true>(t, block);
-    const bool whole = (block + 1) * kN <= t.s.len_k && p.head_dim_v == kD;
+  PA_DEVICE void land(const Tile& t, int block, int lo, const Values& x) const {
+    if (!(p.flags & kAligned)) return land_slowly<true>(t, block, lo);
+    const bool whole = all_there(t, block, lo) && p.head_dim_v == kD;
 #pragma unroll
     for (int j = 0; j < kValueLoads; ++j) {
       const int r = value_row(j), d = value_column(j);
@@ -205,7 +210,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
       Bytes16 rows[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        rows[i] = widened(whole ? x.x[j][i] : masked(x.x[j][i], block * kN + r + i < t.s.len_k ? (p.head_dim_v - d) * kSize : 0));
+        rows[i] = widened(whole ? x.x[j][i] : masked(x.x[j][i], bytes_of(t, block * kN + r + i, lo, p.head_dim_v - d)));
       M::template store_turned<T>(turned + d * kTurnedPitch, kTurnedPitch, r, rows);
     }
   }
@@ -281,7 +286,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   PA_DEVICE void turn(const Tile& t, int block, State& st, Pages& pages, Keys& k) const {
     const int key = block * kN;
     const bool seen = key < st.any_hi && key + kN > st.any_lo;  // by a row of this wave
-    land(t, block, k);
+    land(t, block, pages.lo, k);
     Values v;
     fetch(t, block, pages, v);
     block_sync();  // the keys are here, and nobody is at the last block's values any more
@@ -295,7 +300,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
 #pragma unroll
         for (int g = 0; g < kParts; ++g) pa[i][g] = M::template to_a<T>(s[i][g * 16 / kSide], g % (kSide / 16));
     }
-    land(t, block, v);
+    land(t, block, pages.lo, v);
     if (block + 1 < t.last) {
       look_up(t, block + 1, pages);
       fetch(t, block + 1, pages, k);
@@ -309,6 +314,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     if constexpr (kHoldQ && kD == 96 && kSize == 1) t.first_row = uniform(anew(t.first_row));  // else gfx90a has a scalar register too few for it
     Pages pages = {};
     pages.inverse = static_cast<u32>(uniform(static_cast<int>(inverse_of_page_size())));
+    pages.lo = visible(p, t.s, 0, 0).lo;
     Keys k;
     if (t.first < t.last) {
       look_up(t, t.first, pages);
