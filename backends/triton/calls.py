@@ -194,7 +194,7 @@ class Attention:
         self.lse_shape = (*lead, heads, rows) if call.lse_form else (*lead, rows, heads)
         self.lse_rows, self.before = rows, int(call.counting == dialect.BEFORE)
         self.views = tuple((tuple(t.shape), t.stride()) for t in (q, k, v))
-        self.empty = 0 in self.out_shape or self.batch == 0
+        self.empty = 0 in self.out_shape or self.batch == 0 or self.max_q == 0  # rows of no sequence are no work either
         self.has_lse = call.return_lse
         self.num_splits, self.invariant = call.num_splits, call.batch_invariant
         self.fixed = self._fixed_strides(call)

@@ -173,6 +173,11 @@ def paths() -> None:
         hold("attention", q, k, v, causal=True, softmax_scale=scale, softcap=3.0)
     hold("attention", q, k, v, num_splits=7)
 
+    none, cu_k = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 30, 90], dtype=torch.int32)  # all rows are a graph's padding
+    for splits in (0, 3):
+        out = portattn.attention_varlen(q[0], k[0], v[0], none, cu_k, 0, 60, num_splits=splits, backend="triton")
+        assert out.shape == (3, 4, 32)
+
 
 def spoken() -> None:
     """portattn/dialect.py: bit for bit what the same call gives in portattn's own way, in every mode of the kernel."""
