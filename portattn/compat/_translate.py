@@ -103,7 +103,7 @@ def nothing(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return like.new_empty(0, dtype=dtype)
     key = (dtype or like.dtype, like.device)
     empty = _nothing.get(key)
-    if empty is None or empty.numel():  # resize_()
+    if empty is None or empty.numel() or empty.requires_grad:  # resize_(), or it is a result of somebody's autograd.Function
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=key[0], device=key[1])
         if type(empty) is Tensor:  # a fake one is of its mode only

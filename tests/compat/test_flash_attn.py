@@ -608,3 +608,32 @@ def test_angles_of_one_kind_only_raise():
     for fa in (fa2, fa3):
         with pytest.raises(ArgumentError, match="rotary"):
             fa.flash_attn_with_kvcache(q, cache, cache, q, q, rotary_sin=torch.randn(8, 8), cache_seqlens=lens)
+
+
+def test_the_empty_tensor_is_kept_but_not_one_that_somebody_changed():
+    q = torch.randn(1, 2, 2, 16)
+    empty = lambda: fa2.flash_attn_func(q, q, q, return_attn_probs=True)[2]
+    with torch.inference_mode():
+        first = empty()
+    assert empty() is first and first.numel() == 0 and first.dtype == q.dtype and not first.is_inference()
+
+    class Function(torch.autograd.Function):  # as flash-attn's own: all three are its results
+        @staticmethod
+        def forward(ctx, x):
+            return fa2.flash_attn_func(x, x, x, return_attn_probs=True)
+
+    assert Function.apply(q.clone().requires_grad_())[2].requires_grad
+    assert not empty().requires_grad
+    empty().resize_(3)
+    assert empty().numel() == 0
+
+
+def test_over_pages_what_asks_for_gradients_gets_no_empty_tensor_with_a_history():
+    pages, table = torch.randn(2, 4, 2, 16), torch.tensor([[0, 1]], dtype=torch.int32)
+    cu_q, cu_k, q = torch.tensor([0, 2]), torch.tensor([0, 6]), torch.randn(2, 2, 16)
+    with_grad = fa2.flash_attn_varlen_func(q.clone().requires_grad_(), pages, pages, cu_q, cu_k, 2, 6, causal=True, block_table=table,
+                                           return_attn_probs=True)
+    without = fa2.flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 2, 6, causal=True, block_table=table, return_attn_probs=True)
+    assert with_grad[0].requires_grad and not with_grad[2].requires_grad
+    for got, want in zip(with_grad, without):
+        assert torch.equal(got, want)

@@ -70,10 +70,10 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                                _lse=FLASH_ATTN_2)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         options = dict(causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
-        out, *rest = _ForwardOnly.apply(q, k, v, lambda *pages: flash_attn_varlen_func(
+        got = _ForwardOnly.apply(q, k, v, lambda *pages: flash_attn_varlen_func(
             *pages, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, block_table=block_table,
-            **options))
-        return (out, *rest) if return_attn_probs else out
+            **options)[:2])
+        return _with_probs(got) if return_attn_probs else got[0]
     else:
         got = attention_paged(q, k, v, block_table, cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
                               softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size,
