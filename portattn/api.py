@@ -603,7 +603,7 @@ def _bind(call: Any, args: tuple, kwargs: dict, known_answer: bool) -> tuple[Any
 
 def _merge_states(bound: Bound, outs, lses, sinks=None, **_):
     stack = lambda x: x if isinstance(x, Tensor) else torch.stack(tuple(x))
-    return bound.adapter.merge_states(stack(outs), stack(lses), sinks, bound)
+    return bound.adapter.merge_states(stack(outs), stack(lses), sinks if sinks is None else sinks.contiguous(), bound)
 
 
 def plan(call: Any, *args: Any, **kwargs: Any) -> Plan:

@@ -544,7 +544,7 @@ def cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_sca
 
 
 def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) -> tuple[Bound, Tensor, Tensor, Tensor | None]:
-    """(binding, outs and lses stacked, sinks)."""
+    """(binding, outs and lses stacked, sinks without gaps)."""
     f = Faults("merge_states")
     f.backend(backend)
     stacked = []
@@ -585,7 +585,7 @@ def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) 
                            grad=_needs_grad(outs, lses, sinks))
         bound = _bind(problem, n, outs.device, backend, known_answer, None)
         remember(key, bound, outs.device)
-    return bound, outs, lses, sinks
+    return bound, outs, lses, sinks if sinks is None else sinks.contiguous()
 
 
 # ------------------------------------------------------------------ values on the device: PORTATTN_CHECK=1

@@ -90,6 +90,8 @@ def test_merge_with_sinks_and_extreme_lses(target: Target) -> None:
         sinks = torch.tensor([3.0, -INF, 0.5, 8.0], device=target.device)
         hold_merge(target, outs, lses, sinks=sinks)
         hold_merge(target, outs, lses, sinks=sinks.to(dtype))
+        hold_merge(target, outs, lses, sinks=sinks.repeat_interleave(3)[1::3])  # a column of something
+        hold_merge(target, outs, lses, sinks=sinks[:1].expand(4))
     outs, lses = states(target, 2, (2, 5, 4))
     for shift in (1000.0, -1000.0):
         hold_merge(target, outs, [x + shift for x in lses])

@@ -1,10 +1,11 @@
 """C-ERR: every fault of a call named at once, before dispatch, with nothing written; the same whatever the backend."""
 
+import types
 import weakref
 
 import pytest
 import torch
-from toys import toy
+from toys import toy, toy_manifest
 
 import portattn
 from portattn import ArgumentError, ArgumentTypeError, NoBackendError, api, recent, reference
@@ -281,6 +282,27 @@ def test_out_over_an_input_is_refused_on_every_call(name):
     with pytest.raises(ArgumentError, match=f"out: .*memory of {name}"):
         portattn.attention(**tensors, out=tensors[name])
     assert torch.equal(tensors[name], before)
+
+
+def test_a_backend_merges_with_sinks_without_gaps():
+    """Kernels read them by address."""
+    seen = []
+
+    def merge(outs, lses, sinks, bound):
+        seen.append(sinks)
+        return tuple(x.to(y.dtype) for x, y in zip(reference.merge_states(outs, lses, sinks=sinks), (outs, lses)))
+
+    kind = toy_manifest("merger", capability=dict(layouts=["merge_states"]))
+    portattn.registry.register(kind, types.SimpleNamespace(merge_states=merge))
+    try:
+        outs, lses = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+        for sinks in (torch.rand(4, 2)[:, 1], torch.rand(1).expand(4)):
+            want = reference.merge_states(outs, lses, sinks=sinks)[0].float()
+            torch.testing.assert_close(portattn.merge_states(outs, lses, sinks=sinks, backend="merger")[0], want)
+            torch.testing.assert_close(portattn.plan(portattn.merge_states, outs, lses, sinks=sinks, backend="merger")()[0], want)
+    finally:
+        portattn.registry.unregister("merger")
+    assert all(sinks.is_contiguous() for sinks in seen if sinks is not None) and sum(sinks is not None for sinks in seen) == 4
 
 
 @pytest.mark.parametrize("name", ["q", "sinks", "alibi_slopes", "bias", "k_cache", "k", "rotary_cos"])
