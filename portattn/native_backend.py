@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Callable
 
+import torch
+
 from . import codeobjects, native
 from .driver import driver
 
@@ -22,7 +24,8 @@ class NativeBackend:
     def attention(self, call, bound):
         run = bound.state.get("run")
         if run is None:
-            run = bound.state["run"] = native.Attention(self.device(call.q.device.index), call, bound.problem)
+            run = _nothing if _is_nothing(call) else native.Attention(self.device(call.q.device.index), call, bound.problem)
+            bound.state["run"] = run
         return run(call)
 
     def cache_append(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:
@@ -59,6 +62,17 @@ class NativeBackend:
     def identity(self) -> str:
         """What a verdict depends on: the kernels' sources and the driver."""
         return f"{codeobjects.source_hash(self.vendor)} driver {driver(self.vendor).version()}"
+
+
+def _is_nothing(call) -> bool:
+    """Whether every row is one of no sequence, a graph's padding: there is nothing to compute, and nothing to append."""
+    return call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] == 1 or call.max_seqlen_q == 0)
+
+
+def _nothing(call):
+    """Results whose rows are all unspecified."""
+    out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1])) if call.out is None else call.out
+    return (out, torch.empty(native.lse_shape(call), dtype=torch.float32, device=out.device)) if call.return_lse else out
 
 
 __all__ = ["NativeBackend"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from portattn import manifest, native, verdicts
+from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
 from portattn.registry import Bound
 
@@ -114,6 +115,22 @@ def test_new_tokens_are_appended_first(device):
     native.Attention(device, call, problem(append=True))(call)
     launches = [x for x in log(device.library) if x.startswith("launch")]
     assert len(launches) == 2 and launches[0].startswith("launch grid 3 1 1 block 128 1 1 shared 0")
+
+
+@pytest.mark.parametrize("starts, longest", [([0], 0), ([0], 7), ([0, 0, 0], 0)])
+@pytest.mark.parametrize("append", [False, True])
+def test_rows_of_no_sequence_launch_nothing(device, starts, longest, append):
+    """A graph's padding alone: no kernel may look for the sequence of a row among none."""
+    q, new, cu, batch = torch.zeros(4, 8, 64).bfloat16(), torch.zeros(4, 2, 64).bfloat16(), torch.tensor(starts), len(starts) - 1
+    call = paged(q=q, out=None, cu_seqlens_q=cu, max_seqlen_q=longest, block_table=torch.zeros(batch, 4, dtype=torch.int32),
+                 kv_lens=torch.zeros(batch, dtype=torch.int64), return_lse=True)
+    call = call._replace(k_new=new, v_new=new) if append else call
+    bound = Bound(problem(lse=True, append=append), "cuda", None, None, {})
+    for form, shape in ((0, (4, 8)), (1, (8, 4))):
+        bound.state = {}
+        out, lse = NativeBackend("cuda", lambda index: device).attention(call._replace(lse_form=form), bound)
+        assert out.shape == (4, 8, 64) and out.dtype == q.dtype and lse.shape == shape and lse.dtype == torch.float32
+    assert not [line for line in log(device.library) if "aunch" in line]
 
 
 def test_empty_calls_launch_nothing(device):
