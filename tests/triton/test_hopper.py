@@ -253,7 +253,7 @@ def test_tensor_maps_and_numbers_stand_where_the_machine_code_reads_them(monkeyp
     layouts = [schedule.hopper_layout(len(box)) for box in boxes]
     maps = [_map_of(q.dtype, tuple(q.shape), q.stride(), boxes[0], layouts[0])]
     maps += [_map_of(k.dtype, *_rows_of_all_heads(k), boxes[1], layouts[1])] * 2
-    fixed = list(range(1, 12))
+    fixed = list(range(1, 13))
     launch = launching.Launch(Kernel(), spec, fixed, 5, 0, maps)
     for _ in range(2):  # the second time nothing is encoded
         launch(9, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 0.25, -1, 3)
@@ -268,7 +268,7 @@ def test_tensor_maps_and_numbers_stand_where_the_machine_code_reads_them(monkeyp
     after = 9 + 7 + 7  # out, lse, counters, scale, windows, strides
     assert [value(after + i, "q") for i in range(3)] == [1 << 15, 1 << 16, 1 << 17]
     assert value(after + 3, "f") == 0.25 and [value(after + 4 + i, "i") for i in range(2)] == [-1, 3]
-    assert [value(after + 6 + i, "q" if i < 3 else "i") for i in range(11)] == fixed
+    assert [value(after + 6 + i, "q" if i < 3 else "i") for i in range(12)] == fixed
 
 
 def inner_loops(sass: str) -> list[str]:
