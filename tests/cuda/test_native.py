@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portattn import manifest, native, verdicts
+from portattn import dialect, manifest, native, verdicts
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
 from portattn.registry import Bound
@@ -367,3 +367,29 @@ def test_a_workspace_that_does_not_fit_is_torchs_error_and_the_next_call_works(d
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             run(call)
     assert run(call) is call.out and not device.workspaces.captured
+
+
+# ------------------------------------------------------------------ what flash-attn's callers say otherwise (portattn/dialect.py)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tensors_within_one_are_found_by_their_place_and_the_strides_that_were_bound(device, ragged):
+    whole = torch.zeros(*((8,) if ragged else (2, 4)), 3, 8, 64, dtype=torch.bfloat16)
+    q, k, v = whole.unbind(-3)
+    cu = torch.tensor([0, 4, 8], dtype=torch.int32) if ragged else None
+    call = Call(q, k, v, 0.125, causal=True, max_seqlen_q=4, max_seqlen_k=4, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    run = native.Attention(device, call, problem(layout="varlen" if ragged else "dense", num_heads_kv=8, page_size=0))
+    assert run(call).shape == q.shape
+    views = seen(device)
+    out = run(call._replace(q=whole, k=whole, v=whole, within=tuple(x.data_ptr() - whole.data_ptr() for x in (q, k, v))))
+    packed = seen(device)
+    assert out.shape == q.shape and packed["out"] == out.data_ptr()
+    assert all(packed[name] == views[name] for name in views if name != "out") and packed["k"] == k.data_ptr() != whole.data_ptr()
+
+
+@pytest.mark.parametrize("form", [dialect.OURS, dialect.HEADS_FIRST, dialect.FLASH_ATTN_2])
+def test_lse_is_as_the_caller_wants_it_by_its_strides(device, form):
+    call = paged(q=torch.zeros(3, 2, 8, 64, dtype=torch.bfloat16), out=None, max_seqlen_q=2, return_lse=True, lse_form=form)
+    _, lse = native.Attention(device, call, problem(lse=True))(call)
+    ours = lse.mT if form else lse
+    assert lse.shape == ((3, 8, 2) if form else (3, 2, 8)) and lse.is_contiguous()
+    assert tuple(seen(device)[f"lse_{axis}"] for axis in ("batch", "token", "head")) == ours.stride()
+    assert bool(seen(device)["flags"] & native.UNSEEN_INF) == (form == dialect.FLASH_ATTN_2)
