@@ -85,13 +85,18 @@ def gpu_out_of_reach(w: World) -> Found:
     """The right build, but torch sees no GPU."""
     if w.gpus or not (w.cuda or w.hip):
         return
-    hidden = next((name for name in VISIBLE if w.env.get(name, "0").strip() in ("", "-1")), "")
+    heeded = VISIBLE if w.hip else VISIBLE[:1]
+    hidden = next((name for name in heeded if w.env.get(name, "0").strip() in ("", "-1")), "")
+    named = next((name for name in heeded if name in w.env), "")
     if hidden:
         yield Finding("note", "hidden", f"{hidden}={w.env[hidden]!r} hides every GPU", f"unset {hidden}")
     elif w.cuda and w.nvidia_driver and not w.nvidia_device:
         yield Finding("warning", "gpu-unreachable",
                       "the NVIDIA driver is loaded, but this system has no GPU device file (a container without its GPUs?)",
                       "start the container with its GPUs (docker run --gpus all)")
+    elif named and (w.nvidia_driver if w.cuda else w.amd_device) and not w.cuda_error:
+        yield Finding("warning", "gpu-unreachable", f"torch finds no GPU: {named}={w.env[named]!r} may name none that is here",
+                      f"unset {named}")
     elif w.cuda and w.nvidia_driver:
         yield Finding("warning", "gpu-unreachable",
                       f"torch finds no GPU though a driver is here: {w.cuda_error or 'no reason given'}",
@@ -125,22 +130,29 @@ def digits(arch: str) -> int:
     return int(found[0]) if found else 0
 
 
+GENERIC = {  # what an AMD target for several architectures serves
+    "gfx9-generic": r"gfx90[02469c]", "gfx9-4-generic": r"gfx94\d|gfx950", "gfx10-1-generic": r"gfx101\d",
+    "gfx10-3-generic": r"gfx103\d", "gfx11-generic": r"gfx11\d\d", "gfx12-generic": r"gfx12\d\d",
+}
+
+
 def has_code(arch: str, arch_list: Iterable[str]) -> bool:
     """Whether a list such as torch.cuda.get_arch_list() serves an architecture.
 
-    sm_86 runs code of sm_80 (same major, not newer) and PTX (compute_NN) of anything not newer; sm_90a is only for
-    itself. A gfx name serves itself; gfx11-generic serves all of gfx11.
+    sm_86 runs code of sm_80 (same major, not newer), as sm_103 does of sm_100f, and PTX (compute_NN) of anything not newer;
+    sm_90a and compute_90a are only for themselves. A gfx name serves itself, a generic one its family.
     """
     if not arch.startswith("sm_"):
-        return any(arch == name or arch.startswith(name.removesuffix("-generic")) and name.endswith("-generic")
-                   for name in arch_list)
+        return any(arch == name or re.fullmatch(GENERIC.get(name, "$"), arch) for name in arch_list)
     mine = digits(arch)
     for name in arch_list:
         kind, _, number = name.partition("_")
-        theirs = digits(number)
-        if kind == "compute" and theirs <= mine:
-            return True
-        if kind == "sm" and (number.rstrip("af") == number and theirs // 10 == mine // 10 and theirs <= mine or theirs == mine):
+        theirs, alike = digits(number), digits(number) // 10 == mine // 10
+        if number.endswith("a"):
+            served = theirs == mine
+        else:
+            served = theirs <= mine and (alike or kind == "compute" and not number.endswith("f"))
+        if kind in ("sm", "compute") and served:
             return True
     return False
 
@@ -184,6 +196,8 @@ def visible_devices_not_in_force(w: World) -> Found:
     now = w.env.get(name)
     if not w.initialized or now is None:
         return
+    if w.start_env is not None and w.start_env.get(name) == now:
+        return
     wanted = [] if now.strip() in ("", "-1") else [item.strip() for item in now.split(",")]
     uuids = [u for d in w.gpus if d.uuid for u in (d.uuid, f"GPU-{d.uuid}", f"MIG-{d.uuid}")]
     named = [item for item in wanted if item.startswith(("GPU-", "MIG-"))] if uuids else []
@@ -191,7 +205,7 @@ def visible_devices_not_in_force(w: World) -> Found:
         yield Finding("warning", "not-in-force",
                       f"{name}={now} is not in force: torch had started before it was set, and sees {len(w.gpus)} GPUs",
                       "set it before the process starts")
-    elif w.start_env is not None and w.start_env.get(name) != now:
+    elif w.start_env is not None:
         yield Finding("note", "maybe-not-in-force",
                       f"{name} was {w.start_env.get(name)!r} when the process started and is {now!r} now: "
                       "in force only if it was set before torch's first use of a GPU",
@@ -212,6 +226,7 @@ def visible_devices_conflict(w: World) -> Found:
 OVERRIDES = {  # variable: the kind of machine that it concerns, and what it does
     "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": ("hip", "torch's SDPA uses kernels that crashed on small causal shapes on RDNA"),
     "HSA_OVERRIDE_GFX_VERSION": ("hip", "the GPU calls itself by another architecture's name, whose kernels may be wrong on it"),
+    "NVIDIA_TF32_OVERRIDE": ("cuda", "cuBLAS multiplies float32 in TF32, with 10 bits, whatever torch's own flags say"),
     "PYTORCH_ENABLE_MPS_FALLBACK": ("mps", "operators that MPS lacks run on the CPU, slowly and without a word"),
     "TRITON_INTERPRET": ("any", "Triton kernels are interpreted: slow, and wrong for bfloat16"),
 }
@@ -220,7 +235,7 @@ OVERRIDES = {  # variable: the kind of machine that it concerns, and what it doe
 @detector
 def overrides(w: World) -> Found:
     """Variables of others that change which kernels run."""
-    kinds = {"hip": bool(w.hip), "mps": any(d.kind == "mps" for d in w.devices), "any": True}
+    kinds = {"cuda": bool(w.cuda), "hip": bool(w.hip), "mps": any(d.kind == "mps" for d in w.devices), "any": True}
     for name, (kind, text) in OVERRIDES.items():
         if kinds[kind] and w.env.get(name, "0") not in ("", "0"):
             yield Finding("note", "override", f"{name}={w.env[name]}: {text}", f"unset {name}")

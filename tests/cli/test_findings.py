@@ -41,6 +41,13 @@ TROUBLES = {  # name: (facts, code, words of the text, words of the fix)
     "no right to /dev/kfd": ({**ROCM, "devices": CPU["devices"]}, "gpu-unreachable", "/dev/kfd", "render"),
     "all GPUs hidden": ({**CUDA, "devices": CPU["devices"], "env": {"CUDA_VISIBLE_DEVICES": ""}},
         "hidden", "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
+    "a variable that names no GPU of this machine": ({**CUDA, "devices": CPU["devices"], "env": {"CUDA_VISIBLE_DEVICES": "7"}},
+        "gpu-unreachable", "CUDA_VISIBLE_DEVICES='7' may name none", "unset CUDA_VISIBLE_DEVICES"),
+    "AMD's variable beside an unreachable NVIDIA GPU": ({**CUDA, "devices": CPU["devices"], "env": {"HIP_VISIBLE_DEVICES": ""}},
+        "gpu-unreachable", "no reason given", "nvidia-smi"),
+    "all AMD GPUs hidden": ({**ROCM, "devices": CPU["devices"], "env": {"ROCR_VISIBLE_DEVICES": "-1"}},
+        "hidden", "ROCR_VISIBLE_DEVICES='-1' hides every GPU", "unset ROCR_VISIBLE_DEVICES"),
+    "TF32 forced from outside": ({**CUDA, "env": {"NVIDIA_TF32_OVERRIDE": "1"}}, "override", "TF32", "unset NVIDIA_TF32_OVERRIDE"),
     "a GPU that cannot be described": ({**CUDA, "devices": (Device("cuda:0", "cuda", problem="RuntimeError: sick"),)},
         "device", "sick", ""),
     "wheel without sm_70": (gpu(CUDA, "sm_70", name="Tesla V100"),
@@ -117,6 +124,18 @@ HEALTHY = {
         "env": {"CUDA_VISIBLE_DEVICES": "GPU-11aa"},
         "start_env": {"CUDA_VISIBLE_DEVICES": "GPU-11aa"},
     },
+    "a MIG slice named at the start": {
+        **CUDA,
+        "initialized": True,
+        "env": {"CUDA_VISIBLE_DEVICES": "MIG-GPU-22bb/1/0"},
+        "start_env": {"CUDA_VISIBLE_DEVICES": "MIG-GPU-22bb/1/0"},
+    },
+    "more devices named at the start than there are": {
+        **CUDA,
+        "initialized": True,
+        "env": {"CUDA_VISIBLE_DEVICES": "0,9"},
+        "start_env": {"CUDA_VISIBLE_DEVICES": "0,9"},
+    },
     "visible devices set before torch's start": {
         **CUDA,
         "initialized": False,
@@ -172,6 +191,12 @@ def test_a_detector_that_raises_is_a_note(monkeypatch):
     ("gfx942", ("gfx90a", "gfx942"), True),
     ("gfx1151", ("gfx1100",), False),
     ("gfx1151", ("gfx11-generic",), True),
+    ("sm_103", ("sm_100f",), True),  # its family's code
+    ("sm_110", ("sm_100f", "compute_100f"), False),
+    ("sm_100", ("compute_90a",), False),  # PTX of one architecture
+    ("gfx942", ("gfx9-generic",), False),
+    ("gfx950", ("gfx9-4-generic",), True),
+    ("gfx1030", ("gfx10-3-generic", "gfx10-1-generic"), True),
 ])
 def test_an_architecture_list_serves(arch, listed, served):
     assert findings.has_code(arch, listed) is served
