@@ -8,6 +8,7 @@ processor lacks bf16 instructions, so both are computed in float32 there. Only C
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch import Tensor
@@ -55,8 +56,16 @@ def work_dtype(device: torch.device, dtype: torch.dtype, lse: bool = False) -> t
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # torch 2.9: the older getters raise where both APIs were used
 
 
+@functools.lru_cache(maxsize=None)
+def tf32_forced() -> bool:
+    """Whether cuBLAS is told from outside to use TF32 whatever torch asks for; it reads the variable once, too."""
+    return os.environ.get("NVIDIA_TF32_OVERRIDE", "").strip() == "1"
+
+
 def reduced(kind: str) -> bool:
-    """Whether torch's global flags let float32 matmuls on this kind of device use TF32 or bf16."""
+    """Whether torch's global flags, or NVIDIA's variable, let float32 matmuls on this kind of device use TF32 or bf16."""
+    if kind == "cuda" and tf32_forced():
+        return True
     try:
         if _precision is not None:
             return _precision("mkldnn" if kind in ("cpu", "xpu") else "cuda", "matmul") not in ("ieee", "none")

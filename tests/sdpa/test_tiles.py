@@ -199,6 +199,17 @@ def test_global_precision_flags_change_nothing():
     assert not arith.reduced("cpu") and not arith.reduced("cuda")
 
 
+@pytest.mark.parametrize("value, reduced", [("1", True), ("0", False), ("", False)])
+def test_tf32_forced_by_nvidias_variable_is_seen(monkeypatch, value, reduced):
+    """cuBLAS heeds it whatever torch's flags say."""
+    arith.tf32_forced.cache_clear()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
+    try:
+        assert arith.reduced("cuda") is reduced and not arith.reduced("cpu")
+    finally:
+        arith.tf32_forced.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "options",
