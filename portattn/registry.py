@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -173,6 +174,7 @@ _discovered = False
 _lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []  # api.py's memo, cleared when what would be chosen may have changed
 _order: ContextVar[tuple[str, ...] | None] = ContextVar("portattn_order", default=None)
+_outer: ContextVar[tuple | None] = ContextVar("portattn_outer", default=None)  # (order, what is outside of it) of `use`
 _warned: set[tuple] = set()
 _chosen: dict[tuple, tuple] = {}  # what was bound before: a new shape of a known problem walks no table
 
@@ -335,10 +337,10 @@ def check_names(names: tuple[str, ...], where: str) -> None:
 
 
 class use(contextlib.ContextDecorator):
-    """`with portattn.use("triton", "sdpa"):` sets the backends to try, in order; also a decorator.
+    """`with portattn.use("triton", "sdpa"):` sets the backends to try, in order; also a decorator, of coroutine functions too.
 
-    Context-local: other threads and asyncio tasks are not affected. A problem that none of them takes raises
-    NoBackendError. An unknown name is an ArgumentError at once. `backend=` of a call comes before it.
+    Context-local: other threads and asyncio tasks are not affected, and may enter the same object. A problem that none of
+    them takes raises NoBackendError. An unknown name is an ArgumentError at once. `backend=` of a call comes before it.
     """
 
     def __init__(self, *names: str):
@@ -346,17 +348,30 @@ class use(contextlib.ContextDecorator):
             raise ArgumentError("use: wanted at least one backend's name")
         check_names(names, "use")
         self.names = names
-        self._tokens: list = []
 
-    def _recreate_cm(self) -> "use":
-        return use(*self.names)
+    def __call__(self, func: Callable) -> Callable:
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):  # it would be left before the body runs
+            raise ArgumentTypeError("use: wanted a function or coroutine function to decorate, got a generator function; enter "
+                                    "`with portattn.use(...)` where it calls")
+        if not inspect.iscoroutinefunction(func):
+            return super().__call__(func)
+
+        @functools.wraps(func)
+        async def inner(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await func(*args, **kwargs)
+
+        return inner
 
     def __enter__(self) -> "use":
-        self._tokens.append(_order.set(self.names))
+        _outer.set((_order.get(), _outer.get()))
+        _order.set(self.names)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _order.reset(self._tokens.pop())
+        order, outer = _outer.get() or (None, None)  # nothing where a generator is closed in another context than it was entered
+        _order.set(order)
+        _outer.set(outer)
 
 
 current_order = _order.get
@@ -368,6 +383,7 @@ def order_of(backend: str | None) -> tuple[tuple[str, ...], str]:
         check_names((backend,), "backend")
         return (backend,), "backend"
     if names := _order.get():
+        check_names(names, "use")  # again: one may have been unregistered
         return names, "use"
     if names := tuple(n.strip() for n in config.get("PORTATTN_BACKEND").split(",") if n.strip()):
         check_names(names, "PORTATTN_BACKEND")

@@ -1,11 +1,13 @@
 """Order, overrides, reasons, warnings, plugins and quarantine: what the registry promises, on toy backends."""
 
+import asyncio
 import importlib.metadata
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 
 import pytest
@@ -119,6 +121,62 @@ def test_use_is_local_to_its_context_and_decorates(qkv):
 
 
 # ------------------------------------------------------------------ reasons and text
+def test_one_use_object_serves_threads_and_tasks_at_once():
+    order, faults = portattn.use("sdpa"), []
+
+    def enter_often():
+        try:
+            for _ in range(100):
+                with order, order:
+                    time.sleep(0)
+                    assert registry.current_order() == ("sdpa",)
+                assert registry.current_order() is None
+        except Exception as exc:
+            faults.append(exc)
+
+    threads = [threading.Thread(target=enter_often) for _ in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not faults
+
+    async def task(n):
+        with order:
+            await asyncio.sleep(n * 1e-4)
+            assert registry.current_order() == ("sdpa",)
+        assert registry.current_order() is None
+
+    async def main():
+        await asyncio.gather(*map(task, [3, 0, 2, 1]))
+
+    asyncio.run(main())
+
+
+def test_use_decorates_coroutines_and_refuses_what_it_would_leave_too_early():
+    @portattn.use("sdpa")
+    async def coroutine():
+        await asyncio.sleep(0)
+        return registry.current_order()
+
+    assert asyncio.run(coroutine()) == ("sdpa",) and registry.current_order() is None
+
+    def generator():
+        yield
+
+    async def asynchronous():
+        yield
+
+    for function in (generator, asynchronous):
+        with pytest.raises(portattn.ArgumentTypeError, match="generator"):
+            portattn.use("sdpa")(function)
+
+
+def test_an_order_with_a_name_that_is_gone_is_an_argument_error(qkv):
+    with toy("gone"):
+        order = portattn.use("gone")
+    with order, pytest.raises(portattn.ArgumentError, match="use: unknown backend 'gone'"):
+        portattn.attention(*qkv)
+
+
 def test_the_error_names_every_backend_with_every_reason(qkv):
     with toy("one", capability=dict(dtypes=["bfloat16"], head_dims=[64, 128], features=[])), toy("two", probe=lambda d: (Reason("broken", "x", "y", "z"),)):
         with portattn.use("one", "two"), pytest.raises(portattn.NoBackendError) as caught:
