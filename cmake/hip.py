@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = os.path.join(ROOT, "csrc_hip")
@@ -26,6 +26,9 @@ NEW = {"gfx950": 20}  # the first clang that knows it, where that is not 19
 
 
 def _version(clang: str) -> int:
+    named = re.fullmatch(r"clang-(\d+)", os.path.basename(clang))
+    if named:  # it is asked for every object
+        return int(named[1])
     said = subprocess.run([clang, "--version"], capture_output=True, text=True).stdout
     number = said.partition("clang version ")[2].split(".")[0]
     return int(number) if number.isdigit() else 0
@@ -39,8 +42,10 @@ def compiler(arch: str) -> list[str] | None:
         if path and _version(path) >= NEW.get(arch, 19) and (given or shutil.which("ld.lld") or any(
                 shutil.which(f"ld.lld-{n}") for n in range(19, 30)) or os.path.exists(os.path.join(os.path.dirname(os.path.realpath(path)), "ld.lld"))):
             return [path]
-    if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang"]
+    package = importlib.util.find_spec("ziglang")
+    if package is not None:
+        zig = os.path.join(os.path.dirname(package.origin), "zig.exe" if os.name == "nt" else "zig")
+        return [zig] if os.path.exists(zig) else [sys.executable, "-m", "ziglang"]
     return [shutil.which("zig")] if shutil.which("zig") else None  # type: ignore[list-item]
 
 
@@ -66,10 +71,12 @@ def compile(arch: str, source: str, out: str, options: list[str]) -> None:
     if not _is_zig(command):
         _run([*command, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "--no-gpu-bundle-output", *FLAGS, *options, source, "-o", out])
         return
+    import tempfile  # here: it would be a part of every other compiler's time
+
     with tempfile.TemporaryDirectory() as folder:
         bitcode, relocatable = os.path.join(folder, "k.bc"), os.path.join(folder, "k.o")
         _run([*command, "clang", "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "--no-gpu-bundle-output", "-fno-gpu-rdc", *FLAGS, *options,
-              "-c", "-emit-llvm", source, "-o", bitcode])
+              "-Xclang", "-disable-llvm-passes", "-c", "-emit-llvm", source, "-o", bitcode])  # optimized once, in the next step
         _run([*command, "clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-nogpulib", "-O3", "-c", "-x", "ir", bitcode, "-o", relocatable])
         _run([*command, "ld.lld", "-shared", "--no-undefined", relocatable, "-o", out])
 

@@ -52,6 +52,10 @@ PA_DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPendi
 // here on instead of being kept.
 template <class T>
 PA_DEVICE T* in_global(T* p) { return p; }
+// An index of 64 bits where `wide`, else of 32.
+PA_DEVICE i64 read_index(const void* p, i64 i, bool wide) {
+  return wide ? static_cast<const i64*>(p)[i] : static_cast<const i32*>(p)[i];
+}
 template <class P>
 PA_DEVICE const P& anew(const P& params) { return params; }
 PA_DEVICE int anew(int x) { return x; }

@@ -17,5 +17,5 @@ using Kernel = Decode<PA_T, PA_C, PA_D, PA_WAVES, PA_STAGES>;
 
 PA_KERNEL(Kernel::kThreads, 1) void portattn_decode(const AttentionParams p) {
   __attribute__((shared)) static u8 memory[Kernel::kSharedBytes] __attribute__((aligned(128)));
-  Kernel(p, memory).run(block_x(), block_y(), false);
+  Kernel(p, memory).run(block_x(), block_y(), p.flags & kTiled);
 }

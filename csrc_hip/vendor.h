@@ -105,6 +105,12 @@ template <class T>
 PA_DEVICE T* in_global(T* p) {
   return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<u64>(p);
 }
+// An index of 64 bits where `wide`, else of 32. Two words are read and no way is chosen: half the code, in a dozen places.
+PA_DEVICE i64 read_index(const void* p, i64 i, bool wide) {
+  const u8* at = in_global(static_cast<const u8*>(p)) + (i << (wide ? 3 : 2));
+  const i32 lo = *reinterpret_cast<const i32*>(at), hi = *reinterpret_cast<const i32*>(at + (wide ? 4 : 0));
+  return static_cast<i64>(static_cast<u64>(static_cast<u32>(wide ? hi : lo >> 31)) << 32 | static_cast<u32>(lo));
+}
 // The kernel's only argument, read anew from here on: a loop that keeps all of it has no scalar registers left. A loop
 // that asks again and again holds one Params, for it is one pointer.
 template <class P>
@@ -201,6 +207,12 @@ template <>
 PA_DEVICE u32 pack2_exact<f16>(float lo, float hi) { return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_pkrtz(lo, hi)); }
 template <>
 PA_DEVICE u32 pack2_exact<bf16>(float lo, float hi) { return __builtin_amdgcn_perm(float_bits(hi), float_bits(lo), 0x07060302u); }
+
+// Two f16 times one whose bits are given.
+PA_DEVICE u32 times_pair(u32 two, u16 factor) {
+  typedef _Float16 Pair __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_bit_cast(Pair, two) * __builtin_bit_cast(_Float16, factor));
+}
 
 // What the device converts of 8-bit floats: gfx942 the fnuz formats, gfx950 and gfx12 OCP's, gfx90a and gfx11 none.
 #if defined(__gfx942__)

@@ -180,27 +180,24 @@ def prefill_shared(kv_bytes: int, dim: int, waves: int, m: int, n: int) -> int:
 
 
 def staged_prefill_shared(dim: int, waves: int, m: int, n: int, wave: int) -> int:
-    """StagedPrefill::kSharedBytes of prefill_staged.h: q shares the stage's place where registers hold it."""
+    """StagedPrefill::kSharedBytes of prefill_staged.h: q shares the stage's place where registers hold it; the queue."""
     stage, q = (n * (dim + 8) + dim * (n + (4 if wave == 64 else 8))) * 2, 16 * m * waves * (dim + 8) * 2
-    return max(stage, q) if wave == 64 else stage + q
+    return (max(stage, q) if wave == 64 else stage + q) + 4 * (waves * wave + 1 + 3 + 32)
 
 
-def _staged_mixed(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
-    """Tiles by what registers hold: of 512 a lane (waves of 64, whose matrix tiles have 32 rows and keys where head sizes allow) or 256."""
-    few = decode_shape(dtype, kv_dtype, dim, limits)
-    waves, kv_bytes = few.unit // 16, 2 if kv_dtype == dtype else 1
+def staged_prefill_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
+    """The prefill instance of devices without asynchronous copies. Tiles by what registers hold: of 512 a lane (waves of 64, whose matrix
+    tiles have 32 rows and keys where head sizes allow) or 256."""
+    waves = 4 if dim <= 128 else 3
     m, n = (2, 64 if dim <= 128 else 32) if limits.wave == 64 else (2 if dim <= 64 else 1, 32 if dim <= 128 else 16)
-    shared = max(staged_prefill_shared(dim, waves, m, n, limits.wave), decode_shared(kv_bytes, dim, waves, 1)) + 4 * (few.threads + 1 + 3 + 32)
-    blocks = 2 if 2 * shared <= limits.shared_sm else 1
-    options = (*_decode(dtype, kv_dtype, dim, waves, 1, blocks, limits).instance.options, ("PA_M", str(m)), ("PA_N", str(n)))
-    return Shape(Instance("mixed", options), few.threads, shared, few.unit, blocks, 16 * m * waves)
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_M", str(m)), ("PA_N", str(n)))
+    shared = staged_prefill_shared(dim, waves, m, n, limits.wave)
+    return Shape(Instance("prefill", options), waves * limits.wave, shared, 0, 2 if 2 * shared <= limits.shared_sm else 1, 16 * m * waves)
 
 
 def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
     """The instance that has prefill tiles beside decode: its decode half takes keys as the decode instance does, so that
     a request's bits do not depend on which of the two runs."""
-    if limits.staged:
-        return _staged_mixed(dtype, kv_dtype, dim, limits)
     kv_bytes = 2 if kv_dtype == dtype else 1
     few = decode_shape(dtype, kv_dtype, dim, limits)
     waves = few.unit // 16
@@ -278,7 +275,7 @@ def every_instance(limits: Limits) -> list[Instance]:
     for dtype in ("float16", "bfloat16"):
         for kv in (dtype, *eight):
             for dim in HEAD_DIMS:
-                found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, mixed_shape)]
+                found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, staged_prefill_shape if limits.staged else mixed_shape)]
                 if limits.clusters and kv in (dtype, *PLAIN_CACHES):
                     found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
         if limits.wgmma:

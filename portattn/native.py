@@ -41,6 +41,7 @@ from .instances import (
     prefill_shared,
     prefill_sm90_shape,
     small_instance,
+    staged_prefill_shape,
 )
 from .problem import Call, Problem
 from .tensor_map import ALIGNMENT, BYTES, SWIZZLE_128, TensorMap
@@ -189,11 +190,12 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, 
 
 
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
-    """The decode kernel where no sequence can have more rows than it is for, else Hopper's prefill kernel or the mixed one."""
+    """The decode kernel where no sequence can have more rows than it is for, else the mixed one or, before which decode is launched on its
+    own, the prefill kernel of Hopper or of AMD's devices."""
     few = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
     if not few and limits.wgmma and problem.kv_dtype == problem.dtype:
         return prefill_sm90_shape(problem.dtype, dim)
-    return (decode_shape if few else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
+    return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
 def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
@@ -209,11 +211,12 @@ def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
 
 
 def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]:
-    """Blocks of a launch: one a worker; or one a tile and one a part; or one a multiprocessor, which takes tiles."""
+    """Blocks of a launch: one a worker; or one a tile and one a part; or one a tile; or one a multiprocessor, which takes tiles."""
     if not shape.rows:
         return values["lines"], values["workers"]
     if not shape.unit:
-        return min(most_tiles(call, shape.rows), values["mixed_stride"]), 1
+        tiles = most_tiles(call, shape.rows)
+        return min(tiles, values["mixed_stride"]) if shape.keys else tiles, 1
     return most_tiles(call, shape.rows) + values["lines"] * values["workers"], 1
 
 
@@ -655,4 +658,4 @@ class Attention(_Bound):
 
 __all__ = ["Append", "Attention", "DECODE_ROWS", "Device", "HEAD_DIMS", "Instance", "Launcher", "Limits", "MAX_CUTS", "MAX_CUT_TILES", "Merge",
            "QUEUES", "Shape", "TILE_ROWS", "TYPES", "Workspaces", "append_values", "attention_values", "decode_shape", "decode_shared",
-           "head_dim_of", "lse_shape", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance"]
+           "head_dim_of", "lse_shape", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance", "staged_prefill_shape"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from portattn import dialect, manifest, native, verdicts
+from portattn.instances import limits_of
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
 from portattn.registry import Bound
@@ -353,6 +354,33 @@ def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other
     run(ragged(softcap=3.0))
     assert run.before.function.what.startswith("decode") and not any("overlapping" in x or "cluster" in x for x in launches(hopper))
     assert run.before.values["flags"] & native.TILED and not run.launch.values["flags"] & native.TILED
+
+
+# ------------------------------------------------------------------ AMD: decode and tiles are launches of their own
+@pytest.fixture
+def amd(device):
+    if device.driver.vendor.name != "hip":
+        pytest.skip("device: not AMD's")
+    device.limits = limits_of("gfx942", 304)
+    return device
+
+
+def test_tiles_follow_the_decodes_of_a_ragged_call(amd):
+    q = torch.zeros(75, 8, 64, dtype=torch.bfloat16)
+    call = paged(q=q, out=q.clone(), cu_seqlens_q=torch.tensor([0, 70, 71, 75], dtype=torch.int32), max_seqlen_q=70)
+    run = native.Attention(amd, call, problem(q_len="extend"))
+    run(call)
+    few, many = [tuple(map(int, x.split()[2:4])) for x in launches(amd)[-2:]]
+    assert run.before.function.what.startswith("decode-") and run.before.values["flags"] & native.TILED, "which leaves sequences of many rows alone"
+    assert run.launch.function.what.startswith("prefill-") and not seen(amd)["flags"] & native.TILED
+    assert few == (run.before.values["lines"], run.before.values["workers"]) and many == (native.most_tiles(call, 128), 1), "a block a tile of 128 rows"
+
+
+def test_tiles_are_alone_where_all_sequences_are_as_long(amd):
+    q = torch.zeros(3, 80, 8, 64, dtype=torch.bfloat16)
+    call = paged(q=q, out=q.clone(), max_seqlen_q=80)
+    run = native.Attention(amd, call, problem(q_len="extend"))
+    assert run.before is None and run.launch.function.what.startswith("prefill-")
 
 
 def test_a_workspace_that_does_not_fit_is_torchs_error_and_the_next_call_works(device, monkeypatch):

@@ -1,5 +1,5 @@
 """Writes resources.yaml: what every instance takes, on the architectures named or on all. Run: python -m tests.hip.record [ARCH ...]
-Compiling them takes a minute or two an architecture."""
+Compiling them takes a minute an architecture on two cores."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_every_declared_type_and_head_size_has_an_instance(arch):
     every = set(instances.every_instance(limits))
     for dtype in decode.dtypes:
         for kv in (dtype, *decode.kv_dtypes):
-            for dim, choose in itertools.product(range(1, 257), (instances.decode_shape, instances.mixed_shape)):
+            for dim, choose in itertools.product(range(1, 257), (instances.decode_shape, instances.staged_prefill_shape)):
                 shape = choose(dtype, kv, native.head_dim_of(dim, 1), limits)
                 assert shape.instance in every and shape.shared <= 64 << 10 and shape.threads <= 256 and shape.blocks * shape.shared <= limits.shared_sm
     assert set(DTYPES) >= set(decode.dtypes)

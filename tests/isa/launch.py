@@ -15,13 +15,13 @@ def memory(tensors) -> list[tuple[int, int]]:
     return [(s.data_ptr(), s.nbytes()) for s in (x.untyped_storage() for x in tensors)]
 
 
-def attention(arch: str, call: Call, *, grid: int, mixed: bool = False, order: int = program.FORWARD, seed: int = 0, lines: int | None = None):
-    """(out, lse, what was counted) of the shipped decode or mixed instance, as `grid` workers."""
+def attention(arch: str, call: Call, *, grid: int, tiles: bool = False, order: int = program.FORWARD, seed: int = 0, lines: int | None = None):
+    """(out, lse, what was counted in the last launch) of the shipped decode instance as `grid` workers; `tiles`: and of the prefill instance."""
     dim = native.head_dim_of(call.q.shape[-1], call.v.shape[-1])
-    choose = instances.mixed_shape if mixed else instances.decode_shape
-    instance = choose(str(call.q.dtype)[6:], str(call.k.dtype)[6:], dim, limits_of(arch)).instance
-    options = {name: int(value) for name, value in instance.options if value.isdigit()}
-    tile = (options["PA_M"], options["PA_N"]) if mixed else None
-    p = host.prepare(call, grid=grid, lines=lines, tile=tile, waves=options["PA_WAVES"], stages=options["PA_STAGES"])
-    stats = program.program(arch, instance).run(p.packed, p.grid, memory(p.tensors), order, seed)
+    chosen = {s.instance.kernel: s.instance for s in (choose(str(call.q.dtype)[6:], str(call.k.dtype)[6:], dim, limits_of(arch))
+                                                      for choose in (instances.decode_shape, instances.staged_prefill_shape))}
+    options = {name: int(value) for i in chosen.values() for name, value in i.options if value.isdigit()}
+    p = host.prepare(call, grid=grid, lines=lines, tile=(options["PA_M"], options["PA_N"]) if tiles else None, waves=options["PA_WAVES"], stages=1)
+    for kernel, _, where in p.launches:
+        stats = program.program(arch, chosen[kernel]).run(p.packed, where, memory(p.tensors), order, seed)
     return *p.results(), stats

@@ -74,17 +74,21 @@ def launch(kernel: str, options: dict, packed: bytes, grid: tuple[int, int], ten
 
 
 def mixed(call: Call, *, parts: int, m: int = 2, n: int = 32, waves: int = 4, **how):
-    """(out, lse) of the mixed kernel whose decode work is cut into `parts`; as `decode` otherwise."""
+    """(out, lse) of the mixed kernel, or AMD's two, whose decode work is cut into `parts`; as `decode` otherwise."""
     return decode(call, grid=parts, waves=waves, tile=(m, n), **how)
 
 
-class Prepared(NamedTuple):
-    """A launch of the decode or mixed kernel on CPU tensors."""
-
+class Launch(NamedTuple):
     kernel: str
     options: dict
-    packed: bytes
     grid: tuple[int, int]
+
+
+class Prepared(NamedTuple):
+    """Launches on CPU tensors, one after the other, with the same params."""
+
+    launches: tuple[Launch, ...]
+    packed: bytes
     out: torch.Tensor
     lse: torch.Tensor
     counters: torch.Tensor
@@ -96,7 +100,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines: int | None = None, waves: int = 4, stages: int = 3) -> Prepared:
-    """The decode kernel by `grid` workers; with `tile` (row tiles a wave, keys at a time), the mixed kernel."""
+    """The decode kernel by `grid` workers; with `tile` (row tiles a wave, keys at a time), the mixed kernel, or with one stage the prefill
+    kernel after decode."""
     q, out = call.q, call.out
     if out is None:
         out = torch.empty((*q.shape[:-1], call.v.shape[-1]), dtype=q.dtype)
@@ -109,9 +114,15 @@ def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines
     off |= native.OUT_ALIGNED if out.data_ptr() % (4 * out.element_size()) else 0
     values["flags"] &= ~off
     values |= native.dealing(call.k.shape[-2], grid, lines) | {"mixed_stride": 3}
-    where = values["lines"], values["workers"]
+    options, parts = dict(t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves), (values["lines"], values["workers"])
+    launches = (Launch("decode", options | dict(stages=stages), parts),)
     if tile:
-        where = native.most_tiles(call, 16 * tile[0] * waves) + where[0] * where[1], 1
+        tiles, of_tile = native.most_tiles(call, 16 * tile[0] * waves), dict(m=tile[0], n=tile[1])
+        if stages == 1:
+            values["flags"] |= native.TILED
+            launches = (*(launches if native.few_rows_possible(call) else ()), Launch("prefill", options | of_tile, (tiles, 1)))
+        else:
+            launches = (Launch("mixed", options | dict(stages=stages) | of_tile, (tiles + parts[0] * parts[1], 1)),)
     room = native.room(values, dim)
     partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
     at = lambda x: x.data_ptr() if isinstance(x, torch.Tensor) else 0
@@ -122,18 +133,17 @@ def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines
         "k_scale": at(call.k_scale), "v_scale": at(call.v_scale), "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin),
         "partial": (at(partial) + 15) // 16 * 16, "counters": at(counters),
     }
-    options = dict(t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages) | (dict(m=tile[0], n=tile[1]) if tile else {})
     used = (q, call.k, call.v, out, lse, lengths, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k, call.alibi_slopes, call.sinks, call.k_scale,
             call.v_scale, call.rotary_cos, call.rotary_sin, partial, counters)
-    return Prepared("mixed" if tile else "decode", options, bytes(native.pack(native.ATTENTION, values)), where, out, lse, counters,
-                    tuple(x for x in used if isinstance(x, torch.Tensor)))
+    return Prepared(launches, bytes(native.pack(native.ATTENTION, values)), out, lse, counters, tuple(x for x in used if isinstance(x, torch.Tensor)))
 
 
 def decode(call: Call, *, wave: int = 32, gfx: int = 0, order: int = FORWARD, seed: int = 0, **how):
     """(out, lse) of the decode kernel (`how`: see prepare); checks that the counters are zero again."""
     how.setdefault("stages", 3 if wave == 32 and not gfx else 1)  # AMD's copies come through registers
     p = prepare(call, **how)
-    run(build(p.kernel, wave, gfx, **p.options), f"portattn_simt_{p.kernel}", p.packed, p.grid, order, seed)
+    for kernel, options, where in p.launches:
+        run(build(kernel, wave, gfx, **options), f"portattn_simt_{kernel}", p.packed, where, order, seed)
     return p.results()
 
 

@@ -1,16 +1,8 @@
 // Prefill tiles and decode parts in one launch, on the host.
-#ifdef SIMT_GFX
-#include "portattn/prefill_staged.h"
-#else
 #include "portattn/prefill.h"
-#endif
 
 using namespace portattn;
-#ifdef SIMT_GFX
-using Kernel = StagedMixed<PA_T, PA_C, PA_D, PA_WAVES, PA_STAGES, PA_M, PA_N>;
-#else
 using Kernel = Mixed<PA_T, PA_C, PA_D, PA_WAVES, PA_STAGES, PA_M, PA_N>;
-#endif
 
 extern "C" int portattn_simt_mixed(const AttentionParams* p, int grid_x, int grid_y, int order, unsigned seed, char* error, int capacity) {
   const std::string text = simt::launch(grid_x, grid_y, Kernel::kThreads, Kernel::kSharedBytes, static_cast<simt::Order>(order), seed,

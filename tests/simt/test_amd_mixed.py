@@ -1,4 +1,4 @@
-"""Prefill tiles beside decodes over csrc_hip's own headers on an emulated AMD device: keys and values through registers, values turned."""
+"""Prefill tiles after decodes over csrc_hip's own headers on an emulated AMD device: keys and values through registers, values turned."""
 
 from __future__ import annotations
 

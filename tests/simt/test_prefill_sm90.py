@@ -23,7 +23,7 @@ def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, orde
                  **more: int):
     """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps."""
     prepared = host.prepare(call, grid=1)
-    options = {name: prepared.options[name] for name in ("t", "d")}
+    options = {name: prepared.launches[0].options[name] for name in ("t", "d")}
     library = host.build("prefill_sm90", consumers=consumers, n=n, **options, **more)
     packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
     flags = int.from_bytes(packed[at : at + 4], "little")

@@ -33,6 +33,10 @@ template <class T>
 inline T uniform(T x) { return x; }
 template <class T>
 inline T* in_global(T* p) { return p; }
+// An index of 64 bits where `wide`, else of 32.
+inline i64 read_index(const void* p, i64 i, bool wide) {
+  return wide ? static_cast<const i64*>(p)[i] : static_cast<const i32*>(p)[i];
+}
 template <class P>
 inline const P& anew(const P& params) { return params; }
 inline int anew(int x) { return x; }

@@ -252,9 +252,13 @@ struct Decode {
         if (p.flags & kAligned) {
           y = keep_bytes(*reinterpret_cast<const Bytes16*>(from), bytes);
         } else {
+          constexpr int kBits = 8 * static_cast<int>(sizeof(C));
+#pragma unroll 1
+          for (int e = 0; e < kEach; ++e) {  // each comes in at the upper end: small code
+            const u32 next = e * static_cast<int>(sizeof(C)) < bytes ? from[e].bits : 0;
 #pragma unroll
-          for (int e = 0; e < kEach; ++e)
-            if (e * static_cast<int>(sizeof(C)) < bytes) y.x[e * 4 / kEach] |= static_cast<u32>(from[e].bits) << (e % (kEach / 4) * 8 * sizeof(C));
+            for (int w = 0; w < 4; ++w) y.x[w] = y.x[w] >> kBits | (w < 3 ? y.x[w + 1] : next) << (32 - kBits);
+          }
         }
       }
       put<kOfV>(r, r & 8, d, y);
@@ -646,7 +650,7 @@ struct Decode {
 
   PA_DEVICE void run(int line, int worker, bool tiled_elsewhere) {
     Cursor<kUnit, P> c;
-    dealt = schedule<kUnit, kThreads>(p, line, worker, tiled_elsewhere, c, small.schedule);
+    dealt = schedule<kUnit, kThreads, !kStaged>(p, line, worker, tiled_elsewhere, c, small.schedule);
     if (c.done()) return;
     if constexpr (kStaged) return run_staged(c, worker);
     Cursor<kUnit, P> ahead = c;

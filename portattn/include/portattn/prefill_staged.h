@@ -1,4 +1,5 @@
-// prefill.h's tiles for devices without asynchronous copies: keys and values pass through registers.
+// prefill.h's tiles for devices without asynchronous copies: keys and values pass through registers. Sequences of few rows are left to
+// decode.h, in a launch of its own before this one: a kernel that has both takes twice as long to compile.
 //
 // Tiling     as prefill.h; matrix tiles of 32 rows with MFMA. While a block's scores are computed its values are under way, while
 //            they are added up the next keys. Operands are read from shared memory a step ahead where registers allow.
@@ -39,7 +40,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   static constexpr bool kHoldQ = warp::kWave == 64;  // of 512 registers; devices with waves of 32 have 256
   static constexpr int kTurnedPitch = kN + M::kTurnedPad;
   static constexpr int kStage = (kN * kPitch + kD * kTurnedPitch) * static_cast<int>(sizeof(T));
-  static constexpr int kSharedBytes = kHoldQ ? max_of(kStage, kQBytes) : kStage + kQBytes;
+  static constexpr int kWork = kHoldQ ? max_of(kStage, kQBytes) : kStage + kQBytes;
+  static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(typename Base::Queue));
   static constexpr int kSize = static_cast<int>(sizeof(C)), kEach = 16 / kSize, kPieces = kD / kEach;  // pieces of 16 bytes of a row of keys
   static constexpr int kKeyLoads = ceil_div(kN * kPieces, kThreads);
   static constexpr int kFours = kN / 4;                                                                // values: four keys, eight columns
@@ -51,7 +53,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   struct Pages {  // of any size: each row has its own
     i32 keys[kKeyLoads], values[kValueLoads][4];
     u32 inverse;
-    int lo;  // the first key that a row of the sequence sees: pages left of it may hold anything, and are not read
+    int whole_from;  // blocks of whose keys all bytes are taken as they are: whole_count from this one on
+    u32 whole_count;
   };
   struct State : Base::State { FragA q[kHoldQ ? kRowTiles : 1][kHoldQ ? kSteps : 1]; };
 
@@ -81,13 +84,16 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     const u32 size = static_cast<u32>(p.page_size), n = static_cast<u32>(static_cast<u64>(key) * inverse >> 32);
     return key - n * size < size ? n : n + 1;
   }
+  // The first key that a row of the sequence sees: pages left of it may hold anything, and are not read.
+  PA_DEVICE int first_seen(const Tile& t) const { return visible(p, t.s, 0, 0).lo; }
   PA_DEVICE void look_up(const Tile& t, int block, Pages& pages) const {
-    pages = {{}, {}, pages.inverse, pages.lo};  // no register keeps what was there before
+    pages = {{}, {}, pages.inverse, pages.whole_from, pages.whole_count};  // no register keeps what was there before
     if (!(p.flags & kPaged)) return;
     const u32 shift = p.flags & kTable64 ? 3 : 2;  // of an i64 the lower half is read
     const u8* table = in_global(static_cast<const u8*>(p.block_table)) + (t.b * p.table_batch << shift);
+    const int lo = first_seen(t);
     auto page = [&](int key) {
-      const u32 at = static_cast<u32>(min_of(max_of(key, pages.lo), t.s.len_k - 1));
+      const u32 at = static_cast<u32>(min_of(max_of(key, lo), t.s.len_k - 1));
       return *reinterpret_cast<const i32*>(table + (static_cast<u64>(page_number(at, pages.inverse)) << shift));
     };
 #pragma unroll
@@ -98,8 +104,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
       for (int i = 0; i < 4; ++i) pages.values[j][i] = page(block * kN + value_row(j) + i);
   }
 
-  // ---- from global memory to registers. A thread without a piece, and one of a key past the end or left of lo's page, reads some row that
-  // is there.
+  // ---- from global memory to registers. A thread without a piece, and one of a key past the end or left of the first seen one's page, reads some row
+  // that is there.
 
   struct Rows {  // of keys, or of values
     const C* base;
@@ -162,9 +168,9 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   }
   // Rows that are not aligned: element by element, only now.
   template <bool kOfV>
-  PA_DEVICE void land_slowly(const Tile& t, int block, int lo) const {
+  PA_DEVICE void land_slowly(const Tile& t, int block) const {
     const C* base = in_global(static_cast<const C*>(kOfV ? p.v : p.k));
-    const int dim = kOfV ? p.head_dim_v : p.head_dim;
+    const int dim = kOfV ? p.head_dim_v : p.head_dim, lo = first_seen(t);
 #pragma unroll 1
     for (int i = thread_x(); i < kN * kD; i += kThreads) {
       const int r = i / kD, d = i % kD, key = block * kN + r;
@@ -179,18 +185,18 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     }
   }
 
-  // Keys [lo, len_k) of a block, all of their columns; the rest becomes zeros.
-  PA_DEVICE bool all_there(const Tile& t, int block, int lo) const { return (block + 1) * kN <= t.s.len_k && block * kN >= lo; }
-  PA_DEVICE int bytes_of(const Tile& t, int key, int lo, int left) const { return key < t.s.len_k && key >= lo ? left * kSize : 0; }
-  PA_DEVICE void land(const Tile& t, int block, int lo, const Keys& x) const {
-    if (!(p.flags & kAligned)) return land_slowly<false>(t, block, lo);
-    const bool whole = all_there(t, block, lo) && p.head_dim == kD;
+  static PA_DEVICE bool whole_block(const Pages& pages, int block) { return static_cast<u32>(block - pages.whole_from) < pages.whole_count; }
+  // Of a row that has `left` elements from a piece's first on: what is not there becomes zeros.
+  PA_DEVICE int bytes_of(const Tile& t, int key, int left) const { return key < t.s.len_k && key >= first_seen(t) ? left * kSize : 0; }
+  PA_DEVICE void land(const Tile& t, int block, const Pages& pages, const Keys& x) const {
+    if (!(p.flags & kAligned)) return land_slowly<false>(t, block);
+    const bool whole = whole_block(pages, block);
 #pragma unroll
     for (int j = 0; j < kKeyLoads; ++j) {
       const int r = key_row(j), d = key_column(j);
       if (kN * kPieces % kThreads != 0 && r >= kN) continue;
       Bytes16 y = x.x[j];
-      if (!whole) y = keep_bytes(y, bytes_of(t, block * kN + r, lo, p.head_dim - d));
+      if (!whole) y = keep_bytes(y, bytes_of(t, block * kN + r, p.head_dim - d));
 #pragma unroll
       for (int n = 0; n < kEach; n += 8) {
         Eight part;
@@ -200,9 +206,9 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
       }
     }
   }
-  PA_DEVICE void land(const Tile& t, int block, int lo, const Values& x) const {
-    if (!(p.flags & kAligned)) return land_slowly<true>(t, block, lo);
-    const bool whole = all_there(t, block, lo) && p.head_dim_v == kD;
+  PA_DEVICE void land(const Tile& t, int block, const Pages& pages, const Values& x) const {
+    if (!(p.flags & kAligned)) return land_slowly<true>(t, block);
+    const bool whole = whole_block(pages, block);
 #pragma unroll
     for (int j = 0; j < kValueLoads; ++j) {
       const int r = value_row(j), d = value_column(j);
@@ -210,7 +216,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
       Bytes16 rows[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        rows[i] = widened(whole ? x.x[j][i] : masked(x.x[j][i], bytes_of(t, block * kN + r + i, lo, p.head_dim_v - d)));
+        rows[i] = widened(whole ? x.x[j][i] : masked(x.x[j][i], bytes_of(t, block * kN + r + i, p.head_dim_v - d)));
       M::template store_turned<T>(turned + d * kTurnedPitch, kTurnedPitch, r, rows);
     }
   }
@@ -286,7 +292,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
   PA_DEVICE void turn(const Tile& t, int block, State& st, Pages& pages, Keys& k) const {
     const int key = block * kN;
     const bool seen = key < st.any_hi && key + kN > st.any_lo;  // by a row of this wave
-    land(t, block, pages.lo, k);
+    land(t, block, pages, k);
     Values v;
     fetch(t, block, pages, v);
     block_sync();  // the keys are here, and nobody is at the last block's values any more
@@ -300,7 +306,7 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
 #pragma unroll
         for (int g = 0; g < kParts; ++g) pa[i][g] = M::template to_a<T>(s[i][g * 16 / kSide], g % (kSide / 16));
     }
-    land(t, block, pages.lo, v);
+    land(t, block, pages, v);
     if (block + 1 < t.last) {
       look_up(t, block + 1, pages);
       fetch(t, block + 1, pages, k);
@@ -314,7 +320,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     if constexpr (kHoldQ && kD == 96 && kSize == 1) t.first_row = uniform(anew(t.first_row));  // else gfx90a has a scalar register too few for it
     Pages pages = {};
     pages.inverse = static_cast<u32>(uniform(static_cast<int>(inverse_of_page_size())));
-    pages.lo = visible(p, t.s, 0, 0).lo;
+    pages.whole_from = ceil_div(first_seen(t), kN);
+    pages.whole_count = p.head_dim == kD && p.head_dim_v == kD ? static_cast<u32>(max_of(0, t.s.len_k / kN - pages.whole_from)) : 0;
     Keys k;
     if (t.first < t.last) {
       look_up(t, t.first, pages);
@@ -336,11 +343,13 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
     for (int block = t.first; block < t.last; ++block) StagedPrefill(params.anew(), this->stages, this->queue).turn(t, block, st, pages, k);
     block_sync();  // the stage's place is q's again
     StagedPrefill(params.anew(), this->stages, this->queue).write(t, st);
-    block_sync();  // before the next tile's q
+  }
+
+  // A block's whole work: its tile, if there are so many.
+  static PA_DEVICE void run(const AttentionParams& p, u8* memory, int block) {
+    typename Base::Queue& queue = *reinterpret_cast<typename Base::Queue*>(memory + kWork);
+    if (block < StagedPrefill(p, memory, queue).count()) StagedPrefill(anew(p), memory, queue).run(block);
   }
 };
-
-template <class T, class C, int kD, int kWaves, int kStages, int kM, int kN>
-using StagedMixed = MixedOf<Decode<T, C, kD, kWaves, kStages>, StagedPrefill<T, C, kD, kWaves, kM, kN>>;
 
 }  // namespace portattn

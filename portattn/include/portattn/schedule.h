@@ -140,11 +140,12 @@ struct ScheduleShared {
   int b, start;
 };
 
-// Deals out a line among its workers and puts the cursor at this worker's part. Every thread of the block calls it.
-template <int kUnit, int kThreads, class P>
+// Deals out a line among its workers and puts the cursor at this worker's part. Every thread of the block calls it. kAlone: a batch of one
+// has a way of its own.
+template <int kUnit, int kThreads, bool kAlone, class P>
 PA_DEVICE Deal schedule(const P& p, int line, int worker, bool elsewhere, Cursor<kUnit, P>& cursor, ScheduleShared& shared) {
   cursor.left = 0;
-  if (p.batch == 1) {  // no scan: saves two barriers where latency is all
+  if (kAlone && p.batch == 1) {  // no scan: saves two barriers where latency is all
     const Deal d = deal(p, uniform(weight_of(p, work_of<kUnit>(p, sequence(p, 0), elsewhere))));
     if (worker < d.workers) cursor.place(p, line, 0, 0, d.begin(worker), d.begin(worker + 1), elsewhere);
     return d;

@@ -136,10 +136,6 @@ struct Store<C, true> {
   static PA_DEVICE C of(float x) { return float_to_fp8<C>(x); }
 };
 
-PA_DEVICE i64 read_index(const void* p, i64 i, bool wide) {
-  return wide ? in_global(static_cast<const i64*>(p))[i] : in_global(static_cast<const i32*>(p))[i];
-}
-
 constexpr PA_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr PA_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 constexpr PA_DEVICE int max_of(int a, int b) { return a > b ? a : b; }

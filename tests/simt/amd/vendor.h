@@ -22,6 +22,10 @@ template <class T>
 inline u32 pack2_exact(float lo, float hi) { return pack2<T>(lo, hi); }
 template <class T>
 inline u32 pack2_numbers(float lo, float hi) { return pack2<T>(std::isnan(lo) ? 0.0f : lo, std::isnan(hi) ? 0.0f : hi); }
+inline u32 times_pair(u32 two, u16 factor) {
+  auto one = [&](u32 x) { return static_cast<u32>(from_float<f16>(to_float(f16{static_cast<u16>(x)}) * to_float(f16{factor})).bits); };
+  return one(two) | one(two >> 16) << 16;
+}
 constexpr bool kConvertsFnuz = false, kConvertsOcp = false;  // tests/isa runs the instructions
 template <int kMantissa, bool kHigh>
 inline void convert_two(u32, float (&)[2]) {}
