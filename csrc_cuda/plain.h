@@ -1,10 +1,13 @@
-// Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer: clusters of blocks, no workspace.
+// Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer, in clusters of blocks or in free ones.
 //
 // Computes   out = softmax(scale q.k) v for one query token a sequence, up to eight query heads a kv head, a paged cache.
-// Schedule   schedule.h's lines, one a cluster: its blocks take even parts of it, whatever the lengths are, in order.
-// Merging    A tile's states lie in blocks of one cluster. Each row of it is merged by one of them, dealt out in turn: blocks send
-//            their states of the row there, through distributed shared memory, and the barrier there counts bytes. That is
-//            several times faster than any way through memory that all blocks see.
+// Schedule   schedule.h's lines: a line's blocks take even parts of it, whatever the lengths are, in order.
+// Merging    In clusters, one a line, for few sequences: a tile's states lie in blocks of one cluster. Each row of it is merged by
+//            one of them, dealt out in turn: blocks send their states of the row there, through distributed shared memory, and the
+//            barrier there counts bytes. That is several times faster than any way through memory that all blocks see.
+//            Free blocks, on all multiprocessors, for many sequences: states pass through the workspace, and the last of a tile's
+//            blocks to arrive merges. A part whose end cuts a tile begins with that tile, whose other part its next block begins
+//            with: so the states have arrived long before the blocks end.
 // Loading    A wave takes 16 keys of every unit, apart from the others: its copies run kStages units ahead, over the ends of
 //            tiles; the next tile's q is fetched beside them. Rows of whole 128-byte lines land line on line, their pieces
 //            turned by the row's number (decode.h).
@@ -29,7 +32,7 @@ namespace portattn {
 constexpr int kMaxSequences = 1024;  // of a plain call: every wave looks through all lengths
 constexpr int kMaxCluster = 16;      // blocks
 
-template <class T, class C, int kD, int kWaves, int kStages, bool kRagged>
+template <class T, class C, int kD, int kWaves, int kStages, bool kRagged, bool kClusters = true>
 struct PlainDecode {
   using P = PlainParams<kD>;
   static constexpr int kThreads = 32 * kWaves, kKeys = 16, kUnit = kKeys * kWaves, kRows = 8;
@@ -52,7 +55,7 @@ struct PlainDecode {
     sm90::Barrier full[2];
     Shared tiles[2];
   };
-  static constexpr int kSharedBytes = kWaves * kWaveBytes + static_cast<int>(sizeof(Mail));
+  static constexpr int kSharedBytes = kWaves * kWaveBytes + (kClusters ? static_cast<int>(sizeof(Mail)) : 0);
 
   const P& p;
   u8* waves;
@@ -133,8 +136,9 @@ struct PlainDecode {
     return c;
   }
 
-  // A place on the line, and how many units of the part come from here on. `nth` counts the line's kv heads.
+  // A place on the line, and how many units of the part, or of its piece, come from here on. `nth` counts the line's kv heads.
   struct Cursor { int b, nth, unit, units, len, at, left; };
+  Cursor rest;  // the part's second piece; none: left is 0
   // The beginning of a part of `size` units at place `at`. `c` is what was seen of the first 128 sequences.
   PA_DEVICE Cursor place(int at, int size, Chunk c) const {
     Cursor a = {0, 0, 0, 0, c.len[0], at, size};
@@ -171,6 +175,10 @@ struct PlainDecode {
     a.at += units;
     a.unit += units;
     a.left -= units;
+    if (!kClusters && a.left == 0 && a.at - rest.at > rest.left) {  // the first piece's end, which is the part's
+      a = rest;
+      return;
+    }
     if (a.unit < a.units || a.left == 0) return;
     a.unit = 0;
     if (++a.nth < p.line_heads) return;
@@ -224,11 +232,16 @@ struct PlainDecode {
           copy_async16(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep), r + i * kStep < count ? 16 : 0);
       }
     } else {
+      // After kPeriod of these copies a lane is in the column of its first again, kStep rows below: one address for all of those.
+      constexpr int kPeriod = min_of(kPieces / (kPieces & -kPieces), ceil_div(kKeys * kPieces, 32)), kStep = 32 * kPeriod / kPieces;
 #pragma unroll
-      for (int i = 0; i < ceil_div(kKeys * kPieces, 32); ++i) {
-        const int piece = i * 32 + lane, r = piece / kPieces, d = piece % kPieces * kEach;
+      for (int i = 0; i < kPeriod; ++i) {
+        const int piece = i * 32 + lane, first = piece / kPieces, d = piece % kPieces * kEach;
         if (kKeys * kPieces % 32 != 0 && piece >= kKeys * kPieces) break;
-        copy_async16(to + place_of(r, d), from + static_cast<i64>(row) * r + d, r < count ? 16 : 0);
+        const C* at = from + static_cast<i64>(row) * first + d;
+#pragma unroll
+        for (int r = 0; r < kKeys; r += kStep)
+          copy_async16(to + place_of(first + r, d), at + static_cast<i64>(row) * r, first + r < count ? 16 : 0);
       }
     }
   }
@@ -366,28 +379,44 @@ struct PlainDecode {
       }
     }
   }
-  // Adds up to 32 states of a row in order; `at(i)` is where the i-th lies.
-  template <class At>
+  // Adds up to 32 states of a row in order; `at(i)` is where the i-th lies, kFar: in the workspace, where as many loads as can wait together.
+  template <bool kFar = false, class At>
   PA_DEVICE Part sum(int count, At at) const {
+    constexpr int kBatch = kColumns > 1 ? 2 : kFar ? 16 : 4;
+    float x[kBatch][kColumns][4];
+    auto fetch = [&](int from) {
+#pragma unroll
+      for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+          if (from + n >= count || !mine(k)) continue;
+          const float* o = at(from + n) + k * 128 + lane * 4;
+          if (kFar) load4_shared_by_blocks(o, x[n][k]);
+          else *reinterpret_cast<Float4*>(x[n][k]) = *reinterpret_cast<const Float4*>(o);
+        }
+    };
     float m = -PA_INFINITY, l = 0.0f;  // of the lane's state
     if (lane < count) {
-      m = at(lane)[kD];
-      l = at(lane)[kD + 1];
+      m = kFar ? load_shared_by_blocks(at(lane) + kD) : at(lane)[kD];
+      l = kFar ? load_shared_by_blocks(at(lane) + kD + 1) : at(lane)[kD + 1];
     }
+    fetch(0);
     Part a = {};
     a.m = warp::reduce_max<32>(m);
     const float factor = weight(m, a.m);
     a.l = warp::reduce_sum<32>(factor * l);
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-      const float f = warp::shfl_idx<32>(factor, i);
+    for (int from = 0; from < count; from += kBatch) {
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        if (!mine(k)) continue;
-        const Float4 x = *reinterpret_cast<const Float4*>(at(i) + k * 128 + lane * 4);
+      for (int n = 0; n < kBatch; ++n) {
+        if (from + n >= count) break;
+        const float f = warp::shfl_idx<32>(factor, from + n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a.o[k][e] += f * x.x[e];
+        for (int k = 0; k < kColumns; ++k)
+          if (mine(k))
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a.o[k][e] += f * x[n][k][e];
       }
+      fetch(from + kBatch);
     }
     return a;
   }
@@ -419,6 +448,40 @@ struct PlainDecode {
     if (lane == 0) sm90::send4(row + kD * 4, rest, barrier);
   }
 
+  // Without a cluster: leaves this block's state of a row in the workspace; the last of the tile's blocks merges them all.
+  PA_DEVICE void post(const Part& a, const Cursor& c, int start_q, int r, int first, int count) const {
+    auto memory = [&](int from) {  // a part has two slots: of the tile that its begin cuts, and of the one that its end cuts
+      const int slot = 2 * (from * p.lines + line) + (from == first ? 1 : 0);
+      return in_global(p.partial) + (static_cast<i64>(slot) * kRows + r) * kRowFloats;
+    };
+    float* to = memory(part);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      if (mine(k)) *reinterpret_cast<Float4*>(to + k * 128 + lane * 4) = {{a.o[k][0], a.o[k][1], a.o[k][2], a.o[k][3]}};
+    if (lane == 0) *reinterpret_cast<Float4*>(to + kD) = {{a.m, a.l, 0.0f, 0.0f}};
+    publish_to_blocks();
+    warp::wave_sync();
+    int before = 0;
+    if (lane == 0) {
+      i32* arrivals = in_global(p.counters) + kQueues + (first * p.lines + line) * kRows + r;
+      before = atomic_add_ordered(arrivals, 1);
+      if (before == count - 1) *arrivals = 0;  // as the next launch expects it
+    }
+    if (warp::shfl_idx<32>(before, 0) != count - 1) return;
+    Part all = sum<true>(min_of(count, 32), [&](int i) { return memory(first + i); });
+    for (int base = 32; base < count; base += 32) {
+      const Part more = sum<true>(min_of(count - base, 32), [&](int i) { return memory(first + base + i); });
+      const float m = max_of(all.m, more.m), keep = weight(all.m, m), factor = weight(more.m, m);
+      all.l = keep * all.l + factor * more.l;
+      all.m = m;
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) all.o[k][e] = keep * all.o[k][e] + factor * more.o[k][e];
+    }
+    write(all, c.b, c.nth, start_q, r);
+  }
+
   // The cursor stands at the begin of a segment of `units`, whose last keys and values were in `slot`.
   PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt) const {
     publish(st, slot);
@@ -429,9 +492,10 @@ struct PlainDecode {
     for (int r = wave; r < p.group; r += kWaves) {
       const Part sums = sum(kWaves, [&](int w) { return result(w, slot) + r * kRowFloats; });
       if (count == 1) write(sums, a.b, a.nth, start_q, r);
-      else send(sums, r, first, count);
+      else if constexpr (kClusters) send(sums, r, first, count);
+      else post(sums, a, start_q, r, first, count);
     }
-    if (count > 1 && thread_x() == 0) mail.tiles[begins ? 1 : 0] = {first, count, a.b, a.nth, start_q};
+    if (kClusters && count > 1 && thread_x() == 0) mail.tiles[begins ? 1 : 0] = {first, count, a.b, a.nth, start_q};
   }
   // This block's rows of the tiles that it shares.
   PA_DEVICE void merge() const {
@@ -452,15 +516,34 @@ struct PlainDecode {
 
   // ---- a block's work
 
+  // The part's begin. If its end cuts a tile that begins in it, that tile comes first, and the rest after it.
+  PA_DEVICE Cursor begin(const Deal& dealt, const Chunk& chunk) {
+    const int start = dealt.begin(part), end = dealt.begin(part + 1);
+    Cursor a = place(start, end - start, chunk);
+    if (kClusters) return a;
+    rest = {0, 0, 0, 0, 0, end, 0};
+    if (end == dealt.total) return a;
+    Cursor last = place(end, 0, chunk);
+    if (last.unit == 0 || end - last.unit <= start) return a;
+    last.at = end - last.unit;
+    last.left = last.unit;
+    last.unit = 0;
+    rest = a;
+    rest.left = last.at - start;
+    return last;
+  }
+
   PA_DEVICE void run() {
-    if (thread_x() == 0) {
-      for (int kind = 0; kind < 2; ++kind) {
-        sm90::init(mail.full[kind], 1);
-        mail.tiles[kind].count = 0;
+    if (kClusters) {
+      if (thread_x() == 0) {
+        for (int kind = 0; kind < 2; ++kind) {
+          sm90::init(mail.full[kind], 1);
+          mail.tiles[kind].count = 0;
+        }
+        sm90::init_done();
       }
-      sm90::init_done();
+      sm90::cluster_arrive();
     }
-    sm90::cluster_arrive();
     const Chunk chunk = look_through(0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -470,16 +553,18 @@ struct PlainDecode {
     int total = chunk.total;
     for (int base = 128; base < p.batch; base += 128) total += look_through(base).total;
     const Deal dealt = deal(p, total);
-    if (part >= dealt.workers) return sm90::cluster_wait();
-    const int start = dealt.begin(part);
-    Cursor a = place(start, dealt.begin(part + 1) - start, chunk);
+    if (part >= dealt.workers) {
+      if (kClusters) sm90::cluster_wait();
+      return;
+    }
+    Cursor a = begin(dealt, chunk);
     Ahead ahead = {a};
     enter(ahead);
     Query q;
     fetch(q, a);
 #pragma unroll
     for (int slot = 0; slot < kStages; ++slot) issue(ahead, slot);
-    sm90::cluster_wait();  // peers are there to be sent to
+    if (kClusters) sm90::cluster_wait();  // peers are there to be sent to
     int slot = 0, owed = -1;  // owed: a slot that holds a finished tile's state yet, to be filled as soon as that is merged
     while (a.left > 0) {
       State st;
@@ -520,8 +605,10 @@ struct PlainDecode {
       a = next;
       q = next_q;
     }
-    if (owed >= 0) block_sync();  // what thread 0 noted is seen
-    merge();
+    if constexpr (kClusters) {
+      if (owed >= 0) block_sync();  // what thread 0 noted is seen
+      merge();
+    }
   }
 };
 

@@ -19,10 +19,10 @@ from . import config, registry, validate
 from .device import capturing, without_autocast
 from .dialect import AFTER, OURS, after, lse_as
 from .problem import Call
-from .recent import Recent
+from .recent import Recent, guard
 from .registry import Bound, Choice
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _depth = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _grad_mode = torch.is_grad_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
 _order = registry.current_order
@@ -91,13 +91,15 @@ def _is_traced(*tensors: Any) -> bool:
     return any(isinstance(x, Tensor) and not x.is_nested and bool(x.is_neg() or dispatches(x)) for x in tensors)
 
 
-def _check_overlap(out: Tensor, **inputs: Any) -> None:
+_INPUTS = ("q", "k", "v", "alibi_slopes", "sinks", "bias"), ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k", "v", "rotary_cos", "rotary_sin")
+
+
+def _check_overlap(out: Tensor, names: tuple[str, ...], *inputs: Tensor | None) -> None:
     """An `out` at the address of an input is refused; addresses are no part of a key."""
     pointer = out.data_ptr()
-    if pointer:  # 0 without elements
-        for name, x in inputs.items():
-            if x is not None and x.data_ptr() == pointer:
-                raise validate.ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
+    if pointer in [x.data_ptr() for x in inputs if x is not None] and pointer:  # 0 without elements
+        name = next(name for name, x in zip(names, inputs) if x is not None and x.data_ptr() == pointer)
+        raise validate.ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
 
 
 def _run_without_autocast(bound: Bound, call: Call) -> Any:
@@ -194,7 +196,7 @@ def attention(
 def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, within=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(given, q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
+        _check_overlap(given, _INPUTS[0], q, k, v, alibi_slopes, sinks, bias)
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None,
@@ -289,7 +291,7 @@ def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused
                       within=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(given, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
+        _check_overlap(given, _INPUTS[0], q, k, v, alibi_slopes, sinks)
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
@@ -418,8 +420,7 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
                      rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(given, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks,
-                       rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+        _check_overlap(given, _INPUTS[1], q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)
     if n.convert:
         kv_lens = after(kv_lens, n.convert, q, cu_seqlens_q)
     if bound.extra is not None:
@@ -549,13 +550,24 @@ class Plan:
         choice: what runs, as `explain` gives it.
     """
 
-    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas", "_grad")
+    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas", "_grad", "_names", "_check")
 
     def __init__(self, choice: Choice, run: Any, bound: Bound, arguments: dict[str, Any]):
         self.choice, self._run, self._bound, self._arguments = choice, run, bound, arguments
         self._metas = {name: _meta(value) for name, value in arguments.items()}
         self._grad = _grad_mode()
         self._plain(arguments)
+        self._names = {name: None for name, value in arguments.items() if isinstance(value, Tensor)}
+        tensors = {id(arguments[name]): arguments[name] for name in self._names}
+        self._check = guard(tuple(tensors.values())) if 0 < len(tensors) == len(self._names) else None
+
+    def _are_alike(self, arguments: dict[str, Any], changed: dict[str, Any]) -> bool:
+        """Whether nothing but tensors changed, all like those that were planned, at a glance: if not, what is wrong is looked for."""
+        if self._check is None or _is_compiling() or _depth() or forward_ad._current_level >= 0 or _grad_mode() is not self._grad:
+            return False  # guards see neither modes nor tangents
+        if any([name not in self._names or getattr(x, "is_nested", True) for name, x in changed.items()]):
+            return False
+        return self._check(*[arguments[name] for name in self._names])
 
     def _plain(self, arguments: dict[str, Any]) -> None:
         if _is_traced(*(y for x in arguments.values() for y in (x if isinstance(x, (list, tuple)) else (x,)))):
@@ -564,6 +576,9 @@ class Plan:
 
     def __call__(self, **changed: Any) -> Any:
         """Runs the call with some arguments replaced; anything but tensors alike in kind is an ArgumentError."""
+        arguments = self._arguments | changed if changed else self._arguments
+        if self._are_alike(arguments, changed):
+            return self._run(self._bound, **arguments)
         metas = self._metas
         for name, value in changed.items():
             if name not in metas:
@@ -571,7 +586,6 @@ class Plan:
             if _meta(value) != metas[name]:
                 raise validate.ArgumentError(f"plan: {name}: wanted {metas[name]} as planned, got {_meta(value)}")
         self._plain(changed)
-        arguments = self._arguments | changed if changed else self._arguments
         if not self._grad and _grad_mode() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments.values()):
             raise validate.ArgumentError("plan: made under no_grad, so it has no gradients; an input requires grad")
         return self._run(self._bound, **arguments)

@@ -135,11 +135,11 @@ PLAIN_CACHES = ("float8_e4m3fn",)  # besides q's dtype
 PLAIN_ROWS, MAX_CLUSTER = 8, 16  # kRows and kMaxCluster of plain.h
 
 
-def plain_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
+def plain_shared(kv_bytes: int, dim: int, waves: int, stages: int, clusters: bool = True) -> int:
     """PlainDecode::kSharedBytes of plain.h."""
     stage = 32 * (dim * kv_bytes + (0 if dim * kv_bytes % 128 == 0 else 16))
     tile = 32 * (dim + (0 if dim % 64 == 0 else 8)) * 2 if kv_bytes == 1 else 0
-    return waves * (stages * stage + tile) + 2 * MAX_CLUSTER * (dim + 4) * 4 + 16 + 2 * 32
+    return waves * (stages * stage + tile) + (2 * MAX_CLUSTER * (dim + 4) * 4 + 16 + 2 * 32 if clusters else 0)
 
 
 def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: bool = False) -> Shape:
@@ -149,9 +149,24 @@ def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: boo
         stages = max((s for s in (2, 3) if plain_shared(kv_bytes, dim, waves, s) <= limits.shared_block), default=0)
         if stages:
             break
+    return _plain(dtype, kv_dtype, dim, waves, stages, 1, ragged, clusters=True)
+
+
+def free_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, many: bool) -> Shape:
+    """The same for blocks that are no clusters: large ones, and for many sequences two or three on a multiprocessor, so that one reads while
+    another ends a sequence."""
+    kv_bytes = 2 if kv_dtype == dtype else 1
+    choices = ((4, 3, 2), (2, 3, 3), (2, 3, 2)) if many else ((8, 3, 1), (8, 2, 1), (4, 3, 1))
+    fits = lambda waves, stages, blocks: plain_shared(kv_bytes, dim, waves, stages, False) <= min(limits.shared_block, limits.shared_sm // blocks - 1024)
+    waves, stages, blocks = next(c for c in choices if fits(*c))
+    return _plain(dtype, kv_dtype, dim, waves, stages, blocks, ragged=False, clusters=False)
+
+
+def _plain(dtype: str, kv_dtype: str, dim: int, waves: int, stages: int, blocks: int, ragged: bool, clusters: bool) -> Shape:
     options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_WAVES", str(waves)), ("PA_STAGES", str(stages)),
-               ("PA_RAGGED", str(int(ragged))))
-    return Shape(Instance("plain", options), 32 * waves, plain_shared(kv_bytes, dim, waves, stages), 16 * waves, 1)
+               ("PA_BLOCKS", str(blocks)), ("PA_RAGGED", str(int(ragged))), ("PA_CLUSTERS", str(int(clusters))))
+    shared = plain_shared(2 if kv_dtype == dtype else 1, dim, waves, stages, clusters)
+    return Shape(Instance("plain", options), 32 * waves, shared, 16 * waves, blocks)
 
 
 class Clusters(NamedTuple):
@@ -278,6 +293,7 @@ def every_instance(limits: Limits) -> list[Instance]:
                 found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, staged_prefill_shape if limits.staged else mixed_shape)]
                 if limits.clusters and kv in (dtype, *PLAIN_CACHES):
                     found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
+                    found += [free_shape(dtype, kv, dim, limits, many).instance for many in (False, True)]
         if limits.wgmma:
             found += [prefill_sm90_shape(dtype, dim).instance for dim in HEAD_DIMS]
     for dtype in ("float32", "float16", "bfloat16"):

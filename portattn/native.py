@@ -35,6 +35,7 @@ from .instances import (
     clusters_of,
     decode_shape,
     decode_shared,
+    free_shape,
     head_dim_of,
     mixed_shape,
     plain_shape,
@@ -181,10 +182,16 @@ def division(d: int) -> tuple[int, int]:
     return (inverse, shift) if inverse < 1 << 32 else (0, 0)
 
 
-def dealing(heads_kv: int, workers: int, lines: int | None = None) -> dict[str, int]:
-    """How `workers` blocks share the work: the fields of schedule.h."""
+def even_parts(parts: int, tiles: int) -> int:
+    """At most `parts`, and at least nine tenths of them, so that parts of `tiles` of one size end where tiles do, or share a tile evenly."""
+    even = tiles * (parts // tiles) if parts >= tiles else -(-tiles // -(-tiles // parts))
+    return even if 10 * even >= 9 * parts else parts
+
+
+def dealing(heads_kv: int, workers: int, lines: int | None = None, batch: int | None = None) -> dict[str, int]:
+    """How `workers` blocks share the work: the fields of schedule.h; with `batch`, so that as few as can be share a sequence if all are equally long."""
     lines = lines_of(heads_kv, workers) if lines is None else lines
-    each = workers // lines
+    each = workers // lines if batch is None else even_parts(workers // lines, batch * heads_kv // lines)
     inverse, shift = division(each)
     return {"lines": lines, "line_heads": heads_kv // lines, "workers": each, "workers_inverse": inverse, "workers_shift": shift}
 
@@ -245,6 +252,7 @@ def room(values: dict[str, Any], dim: int) -> Room:
 
 # ------------------------------------------------------------------ plain calls
 MAX_SEQUENCES = 1024  # kMaxSequences of plain.h
+FREE_UNITS = 4  # that a block has at least, without clusters: less takes longer to merge than to compute
 
 
 def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
@@ -262,20 +270,32 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
     )
 
 
-def pays_plain(call: Call, values: dict[str, Any], dim: int, limits: Limits) -> bool:
-    """Whether plain.h is the faster one, too: not for batches so large that every block meets the ends of many sequences, for which the half
-    of the multiprocessors that its clusters take is too few. How many of a ragged batch it would have, the device knows."""
-    many = call.q.dim() == 4 and values["batch"] * values["heads_kv"] >= 2 * limits.sms
-    return limits.clusters and not many and is_plain(call, values, dim)
+def pays_clusters(values: dict[str, Any], limits: Limits) -> bool:
+    """Whether clusters are the faster blocks of plain.h: not from so many sequences on that blocks have whole ones, for which the half of the
+    multiprocessors that clusters take is too few."""
+    return 4 * values["batch"] * values["heads_kv"] < 3 * limits.sms
+
+
+def free_shape_of(problem: Problem, values: dict[str, Any], dim: int, limits: Limits) -> Shape:
+    return free_shape(problem.dtype, problem.kv_dtype, dim, limits, 2 * values["batch"] * values["heads_kv"] >= 3 * limits.sms)
 
 
 def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    if call.q.dim() == 4 and pays_plain(call, attention_values(call, out), dim, limits):
-        return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
+    values = attention_values(call, out)
+    if call.q.dim() == 4 and limits.clusters and is_plain(call, values, dim):
+        if pays_clusters(values, limits):
+            return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
+        return free_shape_of(problem, values, dim, limits)
     return attention_shape(call, problem, dim, limits)
+
+
+def plain_room(values: dict[str, Any], dim: int) -> Room:
+    """What a launch of plain.h without clusters needs: of each block, states of the two tiles that its part may share."""
+    rows = PLAIN_ROWS * values["lines"] * values["workers"]
+    return Room(QUEUES + rows, 2 * rows * (dim + 4))
 
 
 # ------------------------------------------------------------------ workspaces
@@ -550,7 +570,7 @@ class Attention(_Bound):
         out = call.out if call.out is not None else self._new_out(call)
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
         self.problem, self.values = problem, attention_values(call, out)
-        self.plain, self.before, self.general = False, None, None
+        self.launch, self.plain, self.before, self.general = None, False, None, None
         self.workspaces = device.workspaces
         self.out_shape, self.out_dtype, self.place = tuple(out.shape), out.dtype, out.device
         self.lse_shape = lse_shape(call)
@@ -562,10 +582,12 @@ class Attention(_Bound):
         if self.empty:
             return
         self.room: Room | None = None  # plain.h needs none
-        plain = plain and pays_plain(call, self.values, dim, device.limits)
+        plain = plain and device.limits.clusters and is_plain(call, self.values, dim)
         if plain and call.q.dim() == 4:
-            self.launch = self._plain_launcher(call, dim, device.limits.sms)
-            self.plain = self.launch is not None  # general: for pointers that turn out not to be aligned
+            if pays_clusters(self.values, device.limits):
+                self.launch = self._plain_launcher(call, dim, device.limits.sms)
+            self.launch = self.launch or self._free_launcher(call, dim, device.limits)
+            self.plain = True  # general: for pointers that turn out not to be aligned
         if not self.plain:
             self._bind_general(call, dim, plain)
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
@@ -584,7 +606,7 @@ class Attention(_Bound):
         return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, overlapping, maps)
 
     def _plain_launcher(self, call: Call, dim: int, blocks: int) -> Launcher | None:
-        """plain.h on at most so many blocks; None where the device does not run its clusters all at once."""
+        """plain.h in clusters of at most so many blocks; None where the device does not run its clusters all at once."""
         ragged = call.q.dim() == 3  # how many sequences are of one token is the device's to know
         shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged)
         function, heads = self.device.function(shape.instance, shape.shared), self.values["heads_kv"]
@@ -593,6 +615,15 @@ class Attention(_Bound):
         if c is None:
             return None
         return self._launcher(call, shape, self.values | dealing(heads, c.lines * c.size, c.lines), (c.lines, c.size), c.size)
+
+    def _free_launcher(self, call: Call, dim: int, limits: Limits) -> Launcher:
+        """plain.h on all multiprocessors, without clusters."""
+        shape = free_shape_of(self.problem, self.values, dim, limits)
+        heads = self.values["heads_kv"]
+        units = self.values["batch"] * heads * max(1, -(-call.max_seqlen_k // shape.unit))
+        values = self.values | dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), batch=self.values["batch"])
+        self.room = plain_room(values, dim)
+        return self._launcher(call, shape, values, (values["lines"], values["workers"]))
 
     def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
         """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token."""

@@ -6,7 +6,7 @@ of all tensors of a call in one C call, a few tenths of a microsecond where a ke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ def _apart(options: tuple, tensors: tuple) -> tuple[tuple, tuple]:
     if len(places) == len(tensors):
         return options, tensors
     return (options, *(places[id(x)] for x in tensors)), tuple(tensors[n] for n in places.values())
+
+
+def guard(tensors: tuple) -> Callable[..., bool] | None:
+    """torch's check whether other tensors are like these, each of which stands there once; None if this torch has no such check."""
+    global _Guards
+    try:
+        check = _Guards and _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check and check(*tensors) else None
+    except Exception:  # not the interface that this torch has: keys will do
+        _Guards = None
+        return None
 
 
 class Recent:
@@ -66,21 +77,17 @@ class Recent:
 
     def keep(self, options: tuple, tensors: tuple, kept: Any, decided: Any) -> None:
         """Has the next such call find `kept`, if `decided` is among what was decided last: guards cost 10 us to make."""
-        global _Guards
         if not _Guards:
             return
         if decided not in self._waiting:
             self._waiting = (decided, *self._waiting[: _WAITING - 1])
         elif all(isinstance(x, Tensor) for x in tensors):
             options, tensors = _apart(options, tensors)
-            try:
-                check = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-                if check(*tensors):
-                    key, kinds = (options, _order(), _state(), _grad_mode()), dict(self.kinds)
-                    kinds[key] = ((check, kept), *kinds.pop(key, ())[: KINDS - 1])
-                    self.kinds = dict(list(kinds.items())[-OPTIONS:])
-            except Exception:  # not the interface that this torch has: keys will do
-                _Guards = None
+            check = guard(tensors)
+            if check:
+                key, kinds = (options, _order(), _state(), _grad_mode()), dict(self.kinds)
+                kinds[key] = ((check, kept), *kinds.pop(key, ())[: KINDS - 1])
+                self.kinds = dict(list(kinds.items())[-OPTIONS:])
 
 
-__all__ = ["Recent"]
+__all__ = ["Recent", "guard"]

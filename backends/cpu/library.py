@@ -92,10 +92,7 @@ def chosen() -> str:
 def _compiler() -> list[str] | None:
     """The command of a C++ compiler: $CXX, c++, g++ or clang++."""
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        try:
-            command = shlex.split(name)
-        except ValueError:  # quotes that do not close
-            continue
+        command = shlex.split(name)
         if command and (path := shutil.which(command[0])):
             return [path, *command[1:]]
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import struct
 import threading
 import types
@@ -221,8 +222,6 @@ def test_calls_that_ask_for_more_are_not_plain(hopper, changed):
 
 def test_without_clusters_the_general_kernel_serves(device):
     assert kernels(native.Attention(device, plain(), problem()))[0] == "decode"
-    device.limits = LIMITS._replace(sms=64, clusters=True)
-    assert kernels(native.Attention(device, plain(), problem()))[0] == ("plain" if device.driver.vendor.name == "cuda" else "decode")
 
 
 def test_a_line_is_a_cluster_as_large_as_the_device_runs_all_at_once(hopper, monkeypatch):
@@ -233,7 +232,9 @@ def test_a_line_is_a_cluster_as_large_as_the_device_runs_all_at_once(hopper, mon
     native.Attention(hopper, plain(), problem())(plain())
     assert launches(hopper)[-1].startswith("launch grid 2 8 1 ") and launches(hopper)[-1].endswith("cluster 1 8 1")
     monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "1")
-    assert kernels(native.Attention(hopper, plain(), problem()))[0] == "decode"
+    run = native.Attention(hopper, plain(), problem())
+    run(plain())
+    assert option(run, "clusters") == "0" and "cluster" not in launches(hopper)[-1], "clusters that are too small are none"
 
 
 H200 = {16: 7, 8: 15, 4: 30, 2: 66}  # clusters that one runs at the same time: not every GPC has all its multiprocessors
@@ -290,12 +291,26 @@ def ragged(**changed):
     return plain(q=bf(72, 8, 64), out=bf(72, 8, 64), max_seqlen_q=70, cu_seqlens_q=torch.tensor([0, 1, 71, 72], dtype=torch.int32))._replace(**changed)
 
 
-def test_large_batches_are_the_general_kernels(hopper):
+def option(run, name: str) -> str:
+    return re.search(rf"-{name}(\d+)", run.launch.function.what)[1]
+
+
+def test_from_some_sequences_on_blocks_are_no_clusters_and_from_many_on_several_share_a_multiprocessor(hopper):
     bf = lambda *s: torch.zeros(*s, dtype=torch.bfloat16)
     batch = lambda n: plain(q=bf(n, 1, 8, 64), out=bf(n, 1, 8, 64), block_table=torch.zeros(n, 4, dtype=torch.int32), kv_lens=torch.zeros(n, dtype=torch.int32))
-    for n, kernel in ((63, "plain"), (64, "decode")):
-        assert kernels(native.Attention(hopper, batch(n), problem()))[0] == kernel
-        assert native.kernel_of(batch(n), problem(), hopper.limits).instance.kernel == kernel
+    for n, clusters, blocks in ((23, "1", "1"), (24, "0", "1"), (47, "0", "1"), (48, "0", "2")):
+        run = native.Attention(hopper, batch(n), problem())
+        run(batch(n))
+        instance = native.kernel_of(batch(n), problem(), hopper.limits).instance
+        assert run.launch.function.what.startswith(f"{instance} ")
+        assert (option(run, "clusters"), option(run, "blocks")) == (clusters, blocks)
+        assert bool(seen(hopper)["counters"]) == (clusters == "0"), "free blocks meet in the workspace"
+
+
+@pytest.mark.parametrize("parts, tiles, expected", [(33, 64, 32), (33, 33, 33), (33, 32, 32), (33, 16, 32), (33, 8, 32), (33, 1, 33), (33, 20, 33), (33, 2048, 33),
+                                                    (33, 100, 33), (33, 34, 33), (1, 5, 1)])
+def test_parts_end_where_sequences_of_one_length_do(parts, tiles, expected):
+    assert native.even_parts(parts, tiles) == expected
 
 
 # ------------------------------------------------------------------ tensor maps

@@ -1,4 +1,5 @@
-"""The kernel of plain decode steps on the host device, against the float64 reference: parts, clusters and what their blocks send."""
+"""The kernel of plain decode steps on the host device, against the float64 reference: parts, clusters and what their blocks send, and
+what free blocks leave in the workspace."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .test_decode import paged
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
 
-def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stages: int = 3, order: int = host.FORWARD, seed: int = 0):
-    """(out, lse) of `lines` clusters of `workers` blocks."""
+def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stages: int = 3, clusters: bool = True, order: int = host.FORWARD, seed: int = 0):
+    """(out, lse) of `lines` clusters of `workers` blocks, or of as many free blocks."""
     ragged = call.cu_seqlens_q is not None
     out, lse = torch.full_like(call.q, float("nan")), torch.full(native.lse_shape(call), float("nan"))
     dtype, kv, dim = str(call.q.dtype)[6:], str(call.k.dtype)[6:], call.q.shape[-1]
@@ -28,8 +29,13 @@ def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stag
     values |= native.dealing(call.k.shape[-2], lines * workers, lines)
     values |= dict(q=call.q.data_ptr(), k=call.k.data_ptr(), v=call.v.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
                    lengths=call.kv_lens.data_ptr(), block_table=call.block_table.data_ptr(), cu_q=call.cu_seqlens_q.data_ptr() if ragged else 0)
-    library = host.build("plain", t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages, ragged=int(ragged))
+    room = native.plain_room(values, dim)
+    partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
+    if not clusters:
+        values |= dict(partial=(partial.data_ptr() + 15) // 16 * 16, counters=counters.data_ptr())
+    library = host.build("plain", t=native.TYPES[dtype], c=native.TYPES[kv], d=dim, waves=waves, stages=stages, ragged=int(ragged), clusters=int(clusters))
     host.run(library, "portattn_simt_plain", native.pack(native.ATTENTION, values), (lines, workers), order, seed)
+    assert not counters.any(), "counters must be zero after a launch"
     return out, lse
 
 
@@ -42,24 +48,31 @@ def check(call, args, kw, **how):
     return out, lse
 
 
+@pytest.mark.parametrize("clusters", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 7, 16])
-def test_ragged_lengths_at_any_number_of_workers(workers):
-    check(*paged([37, 300, 0, 5, 64, 129]), workers=workers)
+def test_ragged_lengths_at_any_number_of_workers(workers, clusters):
+    check(*paged([37, 300, 0, 5, 64, 129]), workers=workers, clusters=clusters)
 
 
+@pytest.mark.parametrize("clusters", [True, False])
 @pytest.mark.parametrize("lens", [(3000,), (700, 40, 1500, 64, 900)])
 @pytest.mark.parametrize("workers, lines", [(1, 1), (2, 2), (3, 1)])
-def test_long_lines_are_cut_into_parts_of_many_sizes(lens, workers, lines):
-    check(*paged(lens, heads=(2, 2)), workers=workers, lines=lines)
+def test_long_lines_are_cut_into_parts_of_many_sizes(lens, workers, lines, clusters):
+    check(*paged(lens, heads=(2, 2)), workers=workers, lines=lines, clusters=clusters)
 
 
+def test_free_blocks_may_share_a_tile_by_more_than_a_warp_has_lanes():
+    check(*paged([2400, 70], heads=(4, 1)), workers=37, clusters=False)
+
+
+@pytest.mark.parametrize("clusters", [True, False])
 @pytest.mark.parametrize("order", [host.REVERSE, host.RANDOM])
 @pytest.mark.parametrize("lens", [(200, 70, 33), (1800, 300)])
-def test_bits_do_not_depend_on_the_order_of_lanes_and_blocks(order, lens):
+def test_bits_do_not_depend_on_the_order_of_lanes_and_blocks(order, lens, clusters):
     call, args, kw = paged(lens)
-    first = check(call, args, kw, workers=4)
+    first = check(call, args, kw, workers=4, clusters=clusters)
     for seed in (1, 2):
-        again = decode(call, workers=4, order=order, seed=seed)
+        again = decode(call, workers=4, clusters=clusters, order=order, seed=seed)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
@@ -75,8 +88,9 @@ def test_scores_that_rise_key_by_key_raise_the_base_again_and_again(order):
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (14, 2), (16, 2), (3, 1)])
 def test_group_sizes_and_heads_of_a_line(heads):
-    check(*paged([90, 420], heads=heads), workers=3)
-    check(*paged([90, 420], heads=heads), workers=5, lines=1)
+    for clusters in (True, False):
+        check(*paged([90, 420], heads=heads), workers=3, clusters=clusters)
+        check(*paged([90, 420], heads=heads), workers=5, lines=1, clusters=clusters)
 
 
 def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed():
@@ -101,6 +115,7 @@ def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed():
 @pytest.mark.parametrize("count", range(2, 17))
 def test_rows_of_a_tile_that_any_number_of_blocks_share(count):
     check(*paged([64 * count - 5], heads=(7, 1)), workers=count)
+    check(*paged([64 * count - 5], heads=(7, 1)), workers=count, clusters=False)
 
 
 @pytest.mark.parametrize("page", [16, 32, 128])
@@ -110,35 +125,41 @@ def test_page_sizes(page, dim):
 
 
 def test_head_dim_256():
-    check(*paged([40, 170], dim=256, heads=(2, 1)), workers=3, waves=2, stages=2)
+    for clusters in (True, False):
+        check(*paged([40, 170], dim=256, heads=(2, 1)), workers=3, waves=2, stages=2, clusters=clusters)
 
 
 @pytest.mark.parametrize("dim", [80, 96, 192])
 def test_head_dims_whose_rows_are_not_whole_lines_or_not_a_power_of_two(dim):
-    check(*paged([40, 170], dim=dim, heads=(4, 2)), workers=3)
+    for clusters in (True, False):
+        check(*paged([40, 170], dim=dim, heads=(4, 2)), workers=3, clusters=clusters)
 
 
-def test_eight_bit_caches():
-    check(*paged([70, 33], cache="e4m3", k_scale=0.7, v_scale=1.3), workers=4)
+@pytest.mark.parametrize("clusters", [True, False])
+def test_eight_bit_caches(clusters):
+    check(*paged([70, 33], cache="e4m3", k_scale=0.7, v_scale=1.3), workers=4, clusters=clusters)
 
 
-def test_more_sequences_than_one_look():
+@pytest.mark.parametrize("clusters", [True, False])
+def test_more_sequences_than_one_look(clusters):
     lens = [random.Random(b).choice([0, 1, 17, 64, 80]) for b in range(300)]
-    check(*paged(lens, heads=(1, 1)), workers=7, lines=1)
+    check(*paged(lens, heads=(1, 1)), workers=7, lines=1, clusters=clusters)
 
 
+@pytest.mark.parametrize("clusters", [True, False])
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_nan_inside_the_length_travels_between_parts_and_reaches_its_rows_alone(which):
+def test_nan_inside_the_length_travels_between_parts_and_reaches_its_rows_alone(which, clusters):
     call, _, _ = paged([400, 40])
     (call.k if which == "k" else call.v)[call.block_table[0, 1], 3] = float("nan")
-    out, lse = decode(call, workers=6)
+    out, lse = decode(call, workers=6, clusters=clusters)
     assert out[0].isnan().all() and not out[1].isnan().any() and not lse[1].isnan().any()
 
 
 def test_shared_bytes_and_params_are_those_of_python():
     for t, c, dim, waves, stages in (("bf16", "bf16", 64, 4, 3), ("bf16", "bf16", 128, 4, 2), ("f16", "e4m3fn", 64, 4, 3), ("bf16", "bf16", 80, 4, 3)):
-        library = host.build("plain", t=t, c=c, d=dim, waves=waves, stages=stages, ragged=0)
-        assert library.portattn_simt_shared_bytes() == instances.plain_shared(1 if c == "e4m3fn" else 2, dim, waves, stages)
+        for clusters in (True, False):
+            library = host.build("plain", t=t, c=c, d=dim, waves=waves, stages=stages, ragged=0, clusters=int(clusters))
+            assert library.portattn_simt_shared_bytes() == instances.plain_shared(1 if c == "e4m3fn" else 2, dim, waves, stages, clusters)
         assert library.portattn_simt_params_bytes() == len(native.pack(native.ATTENTION, {}))
 
 
@@ -147,18 +168,19 @@ def test_random_problems():
     for seed in range(10):
         lens = [r.choice([0, 1, 15, 16, 17, 63, 64, 65, 200, 900]) for _ in range(r.randint(1, 5))]
         call, args, kw = paged(lens, heads=r.choice([(2, 1), (6, 2), (4, 4)]), page=r.choice([16, 64]), seed=seed)
-        check(call, args, kw, workers=r.choice([2, 6, 16]), order=host.RANDOM, seed=seed)
+        check(call, args, kw, workers=r.choice([2, 6, 16]), clusters=seed % 2 == 0, order=host.RANDOM, seed=seed)
 
 
 def test_lengths_past_the_table_count_as_what_it_has_room_for():
     call, _, _ = paged([40, 30])
     full = call._replace(block_table=call.block_table[:, :2].contiguous(), max_seqlen_k=32, kv_lens=torch.tensor([32, 30], dtype=torch.int32))
     long = full._replace(kv_lens=torch.tensor([4000, 30], dtype=torch.int32))
-    for run in (lambda c: decode(c, workers=6), lambda c: host.decode(c, grid=6)):
+    for run in (lambda c: decode(c, workers=6), lambda c: decode(c, workers=6, clusters=False), lambda c: host.decode(c, grid=6)):
         assert all(torch.equal(a, b) for a, b in zip(run(full), run(long)))
 
 
-def test_parts_of_many_ragged_sequences():
+@pytest.mark.parametrize("clusters", [True, False])
+def test_parts_of_many_ragged_sequences(clusters):
     r = random.Random(5)
     lens = [round(16 * 25 ** r.random()) for _ in range(140)]
-    check(*paged(lens, heads=(2, 2)), workers=7, order=host.RANDOM, seed=2)
+    check(*paged(lens, heads=(2, 2)), workers=7, clusters=clusters, order=host.RANDOM, seed=2)
