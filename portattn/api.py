@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from . import config, registry, validate
+from . import config, overlaps, registry, validate
 from .device import capturing, without_autocast
 from .dialect import AFTER, OURS, after, lse_as
 from .problem import Call
@@ -94,12 +94,20 @@ def _is_traced(*tensors: Any) -> bool:
 _INPUTS = ("q", "k", "v", "alibi_slopes", "sinks", "bias"), ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k", "v", "rotary_cos", "rotary_sin")
 
 
-def _check_overlap(out: Tensor, names: tuple[str, ...], *inputs: Tensor | None) -> None:
-    """An `out` at the address of an input is refused; addresses are no part of a key."""
+def _check_overlap(bound: Bound, out: Tensor, names: tuple[str, ...], *inputs: Tensor | None) -> None:
+    """An `out` that shares memory with an input is refused; addresses are no part of a key. How far tensors reach is the binding's."""
     pointer = out.data_ptr()
-    if pointer in [x.data_ptr() for x in inputs if x is not None] and pointer:  # 0 without elements
-        name = next(name for name, x in zip(names, inputs) if x is not None and x.data_ptr() == pointer)
-        raise validate.ArgumentError(f"out: wanted memory of its own, got the memory of {name}")
+    if not pointer:  # without elements
+        return
+    if bound.reaches is None:
+        bound.reaches = overlaps.reach(out), [(n, overlaps.reach(x)) for n, x in enumerate(inputs) if x is not None]
+    end, reaches = bound.reaches
+    end += pointer
+    for n, reach in reaches:
+        at = inputs[n].data_ptr()
+        if at < end and pointer < at + reach and overlaps.meet(inputs[n], out, at - pointer):
+            part = "" if at == pointer else "some of "
+            raise validate.ArgumentError(f"out: wanted memory of its own, got {part}the memory of {names[n]}")
 
 
 def _run_without_autocast(bound: Bound, call: Call) -> Any:
@@ -196,7 +204,7 @@ def attention(
 def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, within=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(given, _INPUTS[0], q, k, v, alibi_slopes, sinks, bias)
+        _check_overlap(bound, given, _INPUTS[0], q, k, v, alibi_slopes, sinks, bias)
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None,
@@ -291,7 +299,7 @@ def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused
                       within=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(given, _INPUTS[0], q, k, v, alibi_slopes, sinks)
+        _check_overlap(bound, given, _INPUTS[0], q, k, v, alibi_slopes, sinks)
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
@@ -420,7 +428,7 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
                      rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(given, _INPUTS[1], q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)
+        _check_overlap(bound, given, _INPUTS[1], q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)
     if n.convert:
         kv_lens = after(kv_lens, n.convert, q, cu_seqlens_q)
     if bound.extra is not None:
@@ -550,13 +558,15 @@ class Plan:
         choice: what runs, as `explain` gives it.
     """
 
-    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas", "_grad", "_names", "_check")
+    __slots__ = ("choice", "_run", "_bound", "_arguments", "_metas", "_grad", "_names", "_check", "_order")
 
     def __init__(self, choice: Choice, run: Any, bound: Bound, arguments: dict[str, Any]):
         self.choice, self._run, self._bound, self._arguments = choice, run, bound, arguments
         self._metas = {name: _meta(value) for name, value in arguments.items()}
         self._grad = _grad_mode()
         self._plain(arguments)
+        code = run.__code__  # by place: thirty names cost more than the rest of the call
+        self._order = [name for name in code.co_varnames[1:code.co_argcount] if name in arguments]
         self._names = {name: None for name, value in arguments.items() if isinstance(value, Tensor)}
         tensors = {id(arguments[name]): arguments[name] for name in self._names}
         self._check = guard(tuple(tensors.values())) if 0 < len(tensors) == len(self._names) else None
@@ -578,7 +588,7 @@ class Plan:
         """Runs the call with some arguments replaced; anything but tensors alike in kind is an ArgumentError."""
         arguments = self._arguments | changed if changed else self._arguments
         if self._are_alike(arguments, changed):
-            return self._run(self._bound, **arguments)
+            return self._run(self._bound, *[arguments[name] for name in self._order])
         metas = self._metas
         for name, value in changed.items():
             if name not in metas:

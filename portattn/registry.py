@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 class Bound:
     """A problem bound to the backend that serves it, for calls of exactly the same shapes and options."""
 
-    __slots__ = ("problem", "backend", "capability", "adapter", "run", "state", "rejected", "normal", "extra")
+    __slots__ = ("problem", "backend", "capability", "adapter", "run", "state", "rejected", "normal", "extra", "reaches")
 
     def __init__(self, problem: Problem, backend: str, capability: Capability, adapter: Any, rejected: dict):
         self.problem, self.backend, self.capability, self.adapter = problem, backend, capability, adapter
@@ -69,6 +69,7 @@ class Bound:
         self.rejected = rejected
         self.normal = None  # api.py: the call's normalised numbers
         self.extra = None  # api.py: what must be viewed or copied before the backend sees it
+        self.reaches = None  # api.py: how far the inputs and out reach, once an out was given
 
 
 class _Entry:
