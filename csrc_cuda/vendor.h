@@ -56,6 +56,7 @@ PA_DEVICE T* in_global(T* p) { return p; }
 PA_DEVICE i64 read_index(const void* p, i64 i, bool wide) {
   return wide ? static_cast<const i64*>(p)[i] : static_cast<const i32*>(p)[i];
 }
+PA_DEVICE i64 read_whole_index(const void* p, i64 i, bool wide) { return read_index(p, i, wide); }
 template <class P>
 PA_DEVICE const P& anew(const P& params) { return params; }
 PA_DEVICE int anew(int x) { return x; }

@@ -6,8 +6,8 @@
 //         keys and values of 256 bytes, 32 KiB, a block's four waves beside each other; loads are 16 bytes a lane, LDS is free
 //         of bank conflicts (gfx942: 640 clocks a unit, gfx1100: 1280).
 //                  a compute unit's part of memory   clocks to load a unit   instructions a wave   clocks to issue
-//         gfx942   8.3 bytes a clock                 3950                    769                   3270: 0.83
-//         gfx1100  8.3, of a pair of units           3930                    1359                  1855: 0.47
+//         gfx942   8.3 bytes a clock                 3950                    775                   3290: 0.83
+//         gfx1100  8.3, of a pair of units           3930                    1316                  1810: 0.46
 //         So the instructions allow all of the bandwidth, even if none of them overlapped with another. In flight: the next
 //         unit's 32 KiB; 1000 clocks of latency need 8.3 KiB.
 #include "portattn/decode.h"

@@ -105,11 +105,14 @@ template <class T>
 PA_DEVICE T* in_global(T* p) {
   return (T*)(__attribute__((address_space(1))) T*)reinterpret_cast<u64>(p);
 }
-// An index of 64 bits where `wide`, else of 32. Two words are read and no way is chosen: half the code, in a dozen places.
+// An index of 64 bits where `wide`, else of 32. The lower half is read of both, without a branch: no token, page or length has more
+// than 31 bits, and this stands in a dozen places.
 PA_DEVICE i64 read_index(const void* p, i64 i, bool wide) {
-  const u8* at = in_global(static_cast<const u8*>(p)) + (i << (wide ? 3 : 2));
-  const i32 lo = *reinterpret_cast<const i32*>(at), hi = *reinterpret_cast<const i32*>(at + (wide ? 4 : 0));
-  return static_cast<i64>(static_cast<u64>(static_cast<u32>(wide ? hi : lo >> 31)) << 32 | static_cast<u32>(lo));
+  return *reinterpret_cast<const i32*>(in_global(static_cast<const u8*>(p)) + (i << (wide ? 3 : 2)));
+}
+// Of one that may be anything: all of it.
+PA_DEVICE i64 read_whole_index(const void* p, i64 i, bool wide) {
+  return wide ? in_global(static_cast<const i64*>(p))[i] : in_global(static_cast<const i32*>(p))[i];
 }
 // The kernel's only argument, read anew from here on: a loop that keeps all of it has no scalar registers left. A loop
 // that asks again and again holds one Params, for it is one pointer.

@@ -50,6 +50,20 @@ def test_types_and_head_sizes(arch, dtype, dim, dim_v, cache):
     check(arch, *paged([100, 40], dim=dim, dim_v=dim_v, dtype=dtype, cache=cache, q_lens=[90, 1], **more), grid=2, tiles=True)
 
 
+@pytest.mark.parametrize("dtype, cache, lens, q_lens, options", [
+    (torch.float16, "e4m3", [150, 33, 200], [100, 1, 70], dict(window=(30, 0), page=7)), (torch.bfloat16, "e5m2", [140, 70], [130, 65], dict(page=48)),
+    (torch.float16, "e4m3fnuz", [131, 40], [80, 3], dict(softcap=3.0, dim_v=90)),
+])
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
+def test_head_size_96_with_8_bit_caches_has_the_fewest_registers_to_spare(arch, dtype, cache, lens, q_lens, options):
+    """On gfx90a, where a scalar register was once kept in a vector one; in every order of waves and blocks."""
+    call, args, kw = paged(lens, q_lens=q_lens, dim=96, dtype=dtype, cache=cache, k_scale=torch.tensor(0.7), v_scale=torch.tensor([1.1, 0.4]), **dict(options))
+    first = check(arch, call, args, kw, grid=4, tiles=True)
+    for order in (program.REVERSE, program.RANDOM):
+        again = launch.attention(arch, call, grid=4, tiles=True, order=order, seed=5)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_dense_and_varlen_prefill(arch):
     if reason := program.missing(arch):

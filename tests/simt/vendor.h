@@ -37,6 +37,7 @@ inline T* in_global(T* p) { return p; }
 inline i64 read_index(const void* p, i64 i, bool wide) {
   return wide ? static_cast<const i64*>(p)[i] : static_cast<const i32*>(p)[i];
 }
+inline i64 read_whole_index(const void* p, i64 i, bool wide) { return read_index(p, i, wide); }
 template <class P>
 inline const P& anew(const P& params) { return params; }
 inline int anew(int x) { return x; }

@@ -19,7 +19,7 @@ struct Landing { i64 slot; int b, index, position; bool lands; };
 PA_DEVICE Landing landing_of(const AppendParams& p, int t) {
   Landing at = {-1, 0, t, 0, false};
   if (p.slots) {
-    at.slot = read_index(p.slots, t, p.flags & kLengths64);
+    at.slot = read_whole_index(p.slots, t, p.flags & kLengths64);  // one past the cache is written nowhere
     at.lands = at.slot >= 0 && at.slot < static_cast<i64>(p.room) * p.page_size;
     return at;
   }
