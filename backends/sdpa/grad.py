@@ -200,9 +200,15 @@ def varlen(
         parts_lse.append(lse[0])
     rest = q.shape[0] - starts_q[-1]
     if rest or not parts:
-        parts.append(q.new_zeros(rest, q.shape[1], v.shape[2]))
-        parts_lse.append(torch.full((rest, q.shape[1]), -INF, dtype=torch.float32, device=q.device))
+        nothing = _nothing(q, k, v, rules)
+        parts.append(q.new_zeros(rest, q.shape[1], v.shape[2]) + nothing.to(q.dtype))
+        parts_lse.append(torch.full((rest, q.shape[1]), -INF, dtype=torch.float32, device=q.device) + nothing)
     return torch.cat(parts), torch.cat(parts_lse)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+    """float32 0 that keeps a result without sequences a part of the graph: its inputs' gradients are 0."""
+    return sum(x[:0].sum(dtype=torch.float32) for x in (q, k, v, rules.slopes, rules.sinks) if x is not None)
 
 
 def _split(x: Tensor, starts: list[int]) -> tuple[Tensor, ...]:
@@ -229,8 +235,9 @@ def varlen_lengths(r: lengths.Ragged, k: Tensor, v: Tensor, starts_k: Tensor, ru
             parts_lse.append(lse[0])
             rows.append((r.starts[b] + i).masked_fill(exists.logical_not(), total))
     if not parts:
-        nothing = r.q[:0].sum()  # keeps the result a part of the graph
-        return r.q.new_zeros(total, hq, dim_v) + nothing, torch.full((total, hq), -INF, dtype=torch.float32, device=device) + nothing.float()
+        nothing = _nothing(r.q, k, v, rules)
+        return (r.q.new_zeros(total, hq, dim_v) + nothing.to(r.q.dtype),
+                torch.full((total, hq), -INF, dtype=torch.float32, device=device) + nothing)
     to = (torch.cat(rows),)
     out = r.q.new_zeros(total + 1, hq, dim_v).index_put(to, torch.cat(parts))
     lse = torch.full((total + 1, hq), -INF, dtype=torch.float32, device=device).index_put(to, torch.cat(parts_lse))

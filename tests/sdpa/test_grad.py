@@ -109,3 +109,17 @@ def test_paged_declines_gradients():
     cache = randn(2, 4, 2, 8)
     with pytest.raises(portattn.NoBackendError, match="grad"):
         portattn.attention_paged(leaf(randn(1, 1, 2, 8)), cache, cache, torch.tensor([[0]]), torch.tensor([3]), backend="sdpa")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+@pytest.mark.parametrize("rows, starts_q, starts_k", [(0, [0], [0]), (4, [0], [0]), (4, [0, 0], [0, 6]), (0, [0, 0], [0, 6]), (4, [0, 0, 0], [0, 0, 0])])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks", "alibi_slopes"])
+def test_a_batch_without_queries_has_gradients_of_zero(pretend, kind, rows, starts_q, starts_k, name):
+    """A step of training whose batch is empty still calls backward."""
+    pretend(kind)
+    given = dict(q=randn(rows, 4, 8), k=randn(6, 2, 8), v=randn(6, 2, 8), sinks=randn(4), alibi_slopes=torch.rand(4))
+    given[name].requires_grad_()
+    out, lse = portattn.attention_varlen(given["q"], given["k"], given["v"], torch.tensor(starts_q), torch.tensor(starts_k), 0, 6, sinks=given["sinks"],
+                                         alibi_slopes=given["alibi_slopes"], return_lse=True, backend="sdpa")
+    (out.sum() + lse[lse > -INF].sum()).backward()
+    assert out.shape == (rows, 4, 8) and given[name].grad.shape == given[name].shape and not given[name].grad.any()
