@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import config, registry
-from .device import facts
+from .device import capturing, facts
 from .dialect import AFTER, OURS, PREFIX_SUMS
 from .errors import ArgumentError, ArgumentTypeError
 from .manifest import DTYPES, KV_DTYPES
@@ -590,7 +590,12 @@ def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) 
 
 # ------------------------------------------------------------------ values on the device: PORTATTN_CHECK=1
 def values(call: Call) -> None:
-    """Checks lengths, tables and positions on the device; waits for it. Names the sequence and the entry."""
+    """Checks lengths, tables and positions on the device; waits for it. Names the sequence and the entry.
+
+    Nothing while a graph is captured, which a wait would break: a replay's values are not those of the capture anyway.
+    """
+    if capturing(call.q.device):
+        return
     f = Faults("attention_paged" if call.block_table is not None else "attention_varlen")
     q_lens = _prefix_sums(f, "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], "max_seqlen_q", call.max_seqlen_q)
     if call.block_table is None:
@@ -637,7 +642,9 @@ def _prefix_sums(f: Faults, name: str, cu: Tensor | None, rows: int, bound_name:
 
 
 def slots(slot_mapping: Tensor, k_cache: Tensor) -> None:
-    """Checks that every slot lies in the cache; waits for the device."""
+    """Checks that every slot lies in the cache; waits for the device, but not while a graph is captured."""
+    if capturing(slot_mapping.device):
+        return
     f = Faults("cache_append")
     total = k_cache.shape[0] * k_cache.shape[1]
     for t, slot in enumerate(slot_mapping.tolist()):

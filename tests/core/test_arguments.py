@@ -359,6 +359,19 @@ def test_checked_mode_names_the_sequence_and_the_entry(call, changed, text, monk
         call(**changed)
 
 
+def test_checked_mode_waits_for_nothing_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setenv("PORTATTN_CHECK", "1")
+    monkeypatch.setenv("PORTATTN_VERIFY", "0")
+    with toy(run=lambda call, bound: call.q.new_zeros(*call.q.shape[:-1], call.v.shape[-1])):
+        bad = dict(cu_seqlens_q=torch.tensor([1, 3, 7]), backend="toy")
+        with pytest.raises(ArgumentError, match="cu_seqlens_q"):
+            varlen(**bad)
+        monkeypatch.setattr(portattn.validate, "capturing", lambda device: True)
+        varlen(**bad)
+        paged(kv_lens=torch.tensor([5, 13]), backend="toy")
+        append(slot_mapping=torch.tensor([0, 8, 1]), backend="sdpa")
+
+
 def test_checked_mode_lets_what_is_never_read_hold_anything(monkeypatch):
     monkeypatch.setenv("PORTATTN_CHECK", "1")
     paged(block_table=torch.tensor([[0, 1, -1], [2, 3, 4]]), kv_lens=torch.tensor([5, 12]))
