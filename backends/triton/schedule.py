@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,7 +97,38 @@ def tables() -> tuple[dict, ...]:
 
     own = os.path.join(config.cache_dir(), "triton-tuning.yaml")
     shipped = os.path.join(os.path.dirname(__file__), "tuning.yaml")
-    return (_tables(own) if os.path.exists(own) else ()) + _tables(shipped)
+    return (_own(own) if os.path.exists(own) else ()) + _tables(shipped)
+
+
+@functools.lru_cache(maxsize=None)
+def _own(path: str) -> tuple[dict, ...]:
+    """The tables of a record; () with a note for the doctor where it is not one: what speeds calls up must not end them."""
+    from portattn import codeobjects
+
+    try:
+        found = _tables(path)
+        wrong = "" if found and all(map(_is_table, found)) else "not of the form of tuning.yaml"
+    except Exception as exc:  # unreadable, cut off, or no YAML
+        wrong = " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
+    if wrong:
+        codeobjects.note(path, f"{path} is not used: {wrong}; delete it, or run portattn tune again")
+        return ()
+    return found
+
+
+_ROWS = {"tiles": (4,), "splits": (3,), "tiles32": (4,), "splits32": (3,)}  # numbers of a configuration; every class has one
+_MORE = {"gather": (4,), "mixed": (5,), "gather32": (4,), "mixed32": (5,), "hopper": (5,), "hopper_short": (6,)}
+
+
+def _is_table(table: Any) -> bool:
+    """Whether a table has what tuning.yaml says of it."""
+    if not isinstance(table, dict) or not isinstance(table.get("arch"), list) or not all(isinstance(a, str) for a in table["arch"]):
+        return False
+    rows = {kind: table.get(kind, {}) for kind in (*_ROWS, *_MORE)}
+    if not all(isinstance(found, dict) for found in rows.values()) or any(size not in rows[kind] for kind in _ROWS for size in (64, 128, 256, 512)):
+        return False
+    return all(isinstance(row, list) and len(row) in (_ROWS | _MORE)[kind] and all(type(n) is int and n >= (0 if "hopper" in kind else 1) for n in row)
+               for kind, found in rows.items() for row in found.values())
 
 
 @functools.lru_cache(maxsize=None)

@@ -49,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
         path = os.path.join(config.cache_dir(), "triton-tuning.yaml")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w", encoding="utf-8") as f:
+        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as f:
             f.write(text)
+        os.replace(f.name, path)  # whole or not at all
         print(f"written to {path}; delete it to return to the shipped table")
     return 0
 

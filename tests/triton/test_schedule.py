@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 from portattn.backends.triton import schedule  # noqa: E402
 from portattn.backends.triton.schedule import Config  # noqa: E402
 
+from portattn import codeobjects  # noqa: E402
+
 ARCHES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151",
           "gfx1201", ""]
 
@@ -243,6 +245,36 @@ def test_a_record_of_this_machine_goes_before_the_shipped_table(tmp_path, monkey
         assert schedule.configs_for("gfx950", "tiles", 128, False) == shipped  # the record speaks of one architecture
     finally:
         schedule.configs_for.cache_clear()
+
+
+WHOLE = "- arch: [gfx942]\n" + "".join(f"  {kind}: {{64: {row}, 128: {row}, 256: {row}, 512: {row}}}\n" for kind, row in (
+    ("tiles", [16, 16, 1, 1]), ("splits", [16, 1, 1]), ("tiles32", [16, 16, 1, 1]), ("splits32", [16, 1, 1])))
+
+
+@pytest.mark.parametrize("text", [
+    "", "\0\1", "- arch: [gfx942", "just words", "arch: [gfx942]", "- 3", "- arch: gfx942\n", WHOLE[:-40], WHOLE.replace("512:", "500:"),
+    WHOLE.replace("[16, 1, 1]", "[16, 1]"), WHOLE.replace("[16, 1, 1]", "[16, 1, x]"), WHOLE + "  hopper: {64: [1]}\n", WHOLE + "  mixed: 3\n", None,
+], ids=lambda x: repr(x)[:24])
+def test_a_record_that_is_none_is_left_out_with_a_note(tmp_path, monkeypatch, text):
+    """Cut off by a full disk, or of another version: calls must not end for it."""
+    shipped = schedule.configs_for("gfx942", "tiles", 128, False)
+    path = tmp_path / "triton-tuning.yaml"
+    path.mkdir() if text is None else path.write_text(text, encoding="utf-8")
+    monkeypatch.setenv("PORTATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(codeobjects, "_notes", {})
+    schedule.configs_for.cache_clear()
+    schedule.hoppers.cache_clear()
+    try:
+        assert schedule.configs_for("gfx942", "tiles", 128, False) == shipped
+        assert schedule.hoppers("gfx942", 64) == ()
+        assert len(codeobjects.notes()) == 1 and str(path) in codeobjects.notes()[0]
+    finally:
+        schedule.configs_for.cache_clear()
+        schedule.hoppers.cache_clear()
+
+
+def test_the_shipped_tables_are_of_the_form_that_a_record_must_have():
+    assert all(map(schedule._is_table, schedule.tables())) and len(schedule.tables()) > 4
 
 
 def test_tensor_maps_describe_only_nested_strides():
