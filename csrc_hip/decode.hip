@@ -15,7 +15,10 @@
 using namespace portattn;
 using Kernel = Decode<PA_T, PA_C, PA_D, PA_WAVES, PA_STAGES>;
 
-PA_KERNEL(Kernel::kThreads, 1) void portattn_decode(const AttentionParams p) {
+// Waves a SIMD shall hold: gfx950's registers allow this many, if the compiler takes two less than it would.
+constexpr int kLeastWaves = kMatrixTwice && PA_D == 80 && __is_same(PA_C, bf16) ? 4 : 1;
+
+PA_KERNEL(Kernel::kThreads, kLeastWaves) void portattn_decode(const AttentionParams p) {
   __attribute__((shared)) static u8 memory[Kernel::kSharedBytes] __attribute__((aligned(128)));
   Kernel(p, memory).run(block_x(), block_y(), p.flags & kTiled);
 }

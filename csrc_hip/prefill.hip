@@ -10,7 +10,10 @@
 using namespace portattn;
 using Kernel = StagedPrefill<PA_T, PA_C, PA_D, PA_WAVES, PA_M, PA_N>;
 
-PA_KERNEL(Kernel::kThreads, 1) void portattn_prefill(const AttentionParams p) {
+// Waves a SIMD shall hold: gfx950's registers allow this many, if the compiler takes two less than it would.
+constexpr int kLeastWaves = kMatrixTwice && PA_D == 96 && sizeof(PA_C) == 1 ? 3 : 1;
+
+PA_KERNEL(Kernel::kThreads, kLeastWaves) void portattn_prefill(const AttentionParams p) {
   __attribute__((shared)) static u8 memory[Kernel::kSharedBytes] __attribute__((aligned(128)));
   Kernel::run(p, memory, block_x());
 }

@@ -317,7 +317,8 @@ struct StagedPrefill : Prefill<T, C, kD, kWaves, kM, kN, StagedTiles<kD>> {
 
   PA_DEVICE void run(int number) const {
     Tile t = this->tile(number);
-    if constexpr (kHoldQ && kD == 96 && kSize == 1) t.first_row = uniform(anew(t.first_row));  // else gfx90a has a scalar register too few for it
+    // Else gfx90a has a scalar register too few for it.
+    if constexpr (kHoldQ && (kD == 64 || kD == 96) && kSize == 1) t.first_row = uniform(anew(t.first_row));
     Pages pages = {};
     pages.inverse = static_cast<u32>(uniform(static_cast<int>(inverse_of_page_size())));
     pages.whole_from = ceil_div(first_seen(t), kN);
