@@ -92,7 +92,10 @@ def chosen() -> str:
 def _compiler() -> list[str] | None:
     """The command of a C++ compiler: $CXX, c++, g++ or clang++."""
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        command = shlex.split(name)
+        try:
+            command = shlex.split(name)
+        except ValueError:  # quotes that do not close
+            continue
         if command and (path := shutil.which(command[0])):
             return [path, *command[1:]]
     return None

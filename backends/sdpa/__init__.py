@@ -39,7 +39,12 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
     route = state.get("route")
     if route is None:
         route = _bind(call, bound)
-    return route(call, bound, state["host"])
+    try:
+        return route(call, bound, state["host"])
+    except (IndexError, RuntimeError):
+        if state["host"] and (call.cu_seqlens_q is not None or call.block_table is not None):
+            validate.values(call)  # says which length, or which entry of the table, there cannot be
+        raise
 
 
 def _bind(call: Call, bound):
@@ -257,10 +262,7 @@ def _paged_one(call: Call, bound, host: bool):
     n = lens[0] if lens else 0
     if n <= 0 or n * len(lens) > paged.chunk_tokens() or lens.count(n) != len(lens):
         return _paged(call, bound, host)
-    try:
-        out, lse = paged.decode(call.q, call, n)
-    except IndexError:
-        return _paged(call, bound, host)  # says which page there is not
+    out, lse = paged.decode(call.q, call, n)
     shape = call.q.shape
     out = out.reshape(shape) if call.out is None else call.out.copy_(out.reshape(shape))
     return (out, lse.reshape(shape[:3])) if call.return_lse else out
@@ -289,11 +291,7 @@ def _paged(call: Call, bound, host: bool):
             and call.k.dtype == q.dtype
             and (q.dtype == torch.float32 or call.k_scale is None and call.v_scale is None)
         )
-        try:
-            paged.attend_host(q, spans, lens, call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
-        except IndexError:
-            validate.values(call)  # says which entry of the table is no page
-            raise
+        paged.attend_host(q, spans, lens, call, rules_of(call), flat_out, flat_lse, fast, call.batch_invariant)
     else:
         k_lens = call.kv_lens.to(torch.int64).clamp(min=0)
         max_k = call.max_seqlen_k if call.k.shape[0] and call.block_table.shape[1] else 0

@@ -139,6 +139,9 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
         raise ArgumentError(f"portattn attention: dropout: wanted 0.0 (portattn is for inference; set attention_dropout=0 to train), got {dropout}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = (-1, -1) if not sliding_window else (sliding_window - 1, 0 if causal else sliding_window - 1)  # it counts the own position
+    kind = query.device.type
+    if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(kind):  # rotary gives float32, projections do not
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     if s_aux is not None and s_aux.dtype not in (torch.float32, query.dtype):
         s_aux = s_aux.float()
     options = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux)

@@ -15,7 +15,7 @@ import torch
 from toys import attention, toy, toy_manifest
 
 import portattn
-from portattn import Reason, config, registry  # noqa: F401  (Reason is public for adapters)
+from portattn import Reason, config, registry, verdicts  # noqa: F401  (Reason is public for adapters)
 from portattn.manifest import ManifestError
 
 
@@ -358,6 +358,17 @@ def test_a_process_that_died_in_the_check_quarantines_for_the_next_one(tmp_path)
     assert run().returncode == 9
     second = run()
     assert second.returncode == 0 and "an earlier process ended" in second.stdout, second.stderr
+
+
+def test_a_dead_process_of_our_own_number_is_dead(qkv, monkeypatch):
+    """A container's first process has number 1 each time it is started, and may keep the host's name and the cache folder."""
+    monkeypatch.setattr(verdicts._File, "write", lambda *_: None)
+    monkeypatch.setattr(verdicts._File, "remove", lambda *_: None)
+    with toy():  # leaves its announcement, as a process that is ended does
+        portattn.attention(*qkv)
+    with toy() as calls:
+        portattn.attention(*qkv)
+        assert not calls and "an earlier process ended" in portattn.backends()["toy"].reasons[0].have
 
 
 def test_verification_can_be_switched_off(qkv, monkeypatch):

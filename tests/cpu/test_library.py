@@ -72,6 +72,14 @@ def test_without_a_compiler_there_is_a_reason_and_another_backend_serves(fresh, 
     assert portattn.explain(portattn.attention, x, x, x).backend != "cpu"
 
 
+def test_a_variable_that_is_no_command_names_no_compiler(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    usual = library._compiler()
+    for value in ('g++ "', "", " ", "no-such-compiler -O2"):
+        monkeypatch.setenv("CXX", value)
+        assert library._compiler() == usual
+
+
 def test_a_compiler_that_fails_is_a_reason_with_its_words(monkeypatch):
     monkeypatch.setattr(library.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "error: no such thing"))
     with pytest.raises(library.KernelError, match="no such thing"):

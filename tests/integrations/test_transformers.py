@@ -197,6 +197,28 @@ def test_position_bias_and_padding_add_up():
     torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
+def test_autocast_models_run_though_rotary_gives_float32(model):
+    """Projections are 16-bit under autocast, queries and keys float32 once they are turned: torch's own attention unites them."""
+    model.set_attn_implementation(ours.NAME)
+    exact = model(IDS, attention_mask=LEFT_PADDED).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(IDS, attention_mask=LEFT_PADDED).logits
+    kept = LEFT_PADDED.bool()
+    assert (logits.float() - exact)[kept].pow(2).mean() < 0.05 * exact[kept].pow(2).mean()
+    logits.float().sum().backward()
+    assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+    model.zero_grad()
+
+
+def test_mixed_types_are_the_callers_fault_outside_autocast():
+    module, (q, k, v) = SimpleNamespace(is_causal=True), torch.randn(3, 1, 2, 5, 8)
+    with pytest.raises(ArgumentError, match="v: wanted float32"):
+        ours.attention_forward(module, q, k, v.bfloat16(), None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = ours.attention_forward(module, q, k, v.bfloat16(), None)[0]
+    assert torch.equal(got, ours.attention_forward(module, *(x.bfloat16() for x in (q, k, v)), None)[0])
+
+
 def test_dropout_raises():
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(ArgumentError, match="dropout"):

@@ -38,6 +38,25 @@ def test_a_decode_over_no_page_is_an_argument_error():
         portattn.attention_paged(randn(2, 1, 4, 16), cache, cache, torch.tensor([[0, 1], [2, 7]]), torch.tensor([6, 6]), backend="sdpa")
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name, ends, text", [
+    ("cu_seqlens_q", [0, 3, 9], r"cu_seqlens_q\[2\]: wanted at most 7 rows, got 9"),
+    ("cu_seqlens_q", [0, 5, 3], r"cu_seqlens_q\[2\]: wanted at least 5"),
+    ("cu_seqlens_q", [-2, 3, 7], r"cu_seqlens_q\[0\]: wanted 0, got -2"),
+    ("cu_seqlens_k", [0, 3, 2**40], r"cu_seqlens_k\[2\]: wanted at most 7 rows"),
+    ("cu_seqlens_k", [0, 6, 4], r"cu_seqlens_k\[2\]: wanted at least 6"),
+])
+def test_prefix_sums_that_there_cannot_be_are_named(name, ends, text, grad):
+    q, k = randn(7, 4, 16).requires_grad_(grad), randn(7, 2, 16)
+    sums = {"cu_seqlens_q": torch.tensor([0, 3, 7]), "cu_seqlens_k": torch.tensor([0, 3, 7])} | {name: torch.tensor(ends)}
+    with pytest.raises(portattn.ArgumentError, match=text):
+        portattn.attention_varlen(q, k, k, **sums, max_seqlen_q=7, max_seqlen_k=7, backend="sdpa")
+    if name == "cu_seqlens_q" and not grad:
+        cache, table = randn(6, 4, 2, 16), torch.arange(6).view(2, 3)
+        with pytest.raises(portattn.ArgumentError, match=text):
+            portattn.attention_paged(q, cache, cache, table, torch.tensor([9, 12]), cu_seqlens_q=sums[name], max_seqlen_q=7, backend="sdpa")
+
+
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("window", [(37, 0), (37, -1)], ids=str)
