@@ -124,7 +124,10 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                               cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
                               num_splits, return_softmax_lse, None, k_descale, v_descale, cu_seqlens_q, max_seqlen_q,
                               cu_seqlens_k_new, rotary_seqlens)
-    return (*got, nothing(q), nothing(q)) if return_softmax_lse else got
+    if not return_softmax_lse:
+        return got
+    empty = nothing(q)
+    return (*got, empty, empty)
 
 
 def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: Tensor,
