@@ -280,8 +280,8 @@ def attention_varlen(
     bound = _recent_varlen.find(options, tensors)
     if bound is None:
         if _is_traced(*tensors):
-            return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                             seqused_k=seqused_k, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+            return _compiled(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+                             max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
                              softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, return_lse=return_lse,
                              num_splits=num_splits, batch_invariant=batch_invariant, backend=backend, _lse=_lse)
         key, bound = _known_by_key(_recent_varlen, options, tensors)
@@ -546,6 +546,8 @@ def merge_states(
 def _compiled(call, *args, _lse: int = OURS, **kwargs):
     from . import ops
 
+    if not _is_compiling():  # dynamo says what it finds itself
+        kwargs = validate.numbers_of(call.__name__, kwargs)
     got = ops.call(call.__name__, *args, **kwargs)
     return (got[0], lse_as(_lse, got[1])) if _lse and kwargs["return_lse"] else got
 

@@ -588,6 +588,38 @@ def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) 
     return bound, outs, lses, sinks if sinks is None else sinks.contiguous()
 
 
+# ------------------------------------------------------------------ before a dispatcher converts arguments in its own way
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def numbers_of(call: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that goes through a custom op: those that are no tensors checked, and as the op takes them.
+
+    The dispatcher would wait for a tensor that is given as a number, and raise errors of its own. Symbolic numbers pass.
+    """
+    f, checked = Faults(call), dict(given)
+    checks: dict[str, Callable[[Any], Any]] = {
+        "window_size": f.window,
+        "softmax_scale": lambda x: f.number("softmax_scale", x), "softcap": lambda x: f.number("softcap", x, 0.0),
+        "num_splits": lambda x: min(f.integer("num_splits", x), _WIDEST), "max_seqlen_q": lambda x: f.integer("max_seqlen_q", x),
+        "max_seqlen_k": lambda x: f.integer("max_seqlen_k", x),
+        "layout": lambda x: f.choice("layout", x, ("bshd", "bhsd")), "kv_layout": lambda x: f.choice("kv_layout", x, ("NHD", "HND")),
+        "backend": lambda x: f.backend(x) or x,
+    }
+    optional = {"softmax_scale", "max_seqlen_q", "backend"}
+    for name, x in given.items():
+        if any(isinstance(y, _SYMBOLIC) for y in (x if isinstance(x, (tuple, list)) else (x,))):
+            continue
+        if name in checks and not (x is None and name in optional):
+            checked[name] = checks[name](x)
+        elif name in ("causal", "return_lse", "batch_invariant", "rotary_interleaved"):
+            f.boolean(name, x)
+        elif name in ("k_scale", "v_scale") and x is not None and not isinstance(x, Tensor):
+            checked[name] = f.number(name, x)
+    f.raise_any()
+    return checked
+
+
 # ------------------------------------------------------------------ values on the device: PORTATTN_CHECK=1
 def values(call: Call) -> None:
     """Checks lengths, tables and positions on the device; waits for it. Names the sequence and the entry.

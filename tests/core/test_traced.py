@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fractions
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -89,6 +91,34 @@ def test_functional_gradients_that_there_are_not_are_refused():
     torch.testing.assert_close(torch.func.grad(lambda x: x.sum() * paged(Q))(torch.ones(2)), paged(Q).expand(2))
     with pytest.raises(portattn.NoBackendError, match="gradients"):
         torch.func.grad(lambda k: portattn.cache_append(k, V[0], K.clone(), V.clone(), torch.arange(7)) or k.sum())(K[0])
+
+
+TABLE, LENS = torch.tensor([[0], [1]]), torch.tensor([7, 6])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name, value", [
+    ("window_size", 3), ("window_size", (1.5, 0)), ("softmax_scale", torch.tensor(1.0)), ("softcap", "1"), ("causal", 1), ("causal", "x"),
+    ("num_splits", 1.0), ("return_lse", None), ("batch_invariant", 1), ("backend", 3), ("layout", None), ("max_seqlen_q", 5.0), ("max_seqlen_k", "7"),
+    ("k_scale", "a"), ("rotary_interleaved", 1), ("kv_layout", 3),
+], ids=lambda x: str(x)[:12])
+def test_errors_are_those_of_plain_tensors(name, value):
+    """The dispatcher would convert some of these, a tensor to a number by waiting for it, and has other errors for the rest."""
+    starts = dict(cu_seqlens_q=STARTS_Q, cu_seqlens_k=STARTS_K, max_seqlen_q=3, max_seqlen_k=4)
+    call = (lambda x: portattn.attention_varlen(x[0], K[0], K[0], **starts | {name: value})) if name.startswith("max") else (
+        lambda x: portattn.attention_paged(x, K, V, TABLE, LENS, **{name: value})) if name in ("k_scale", "rotary_interleaved", "kv_layout") else (
+        lambda x: portattn.attention(x, K, V, **{name: value}))
+    with pytest.raises(portattn.ArgumentTypeError, match=name) as plain:
+        call(Q)
+    with pytest.raises(portattn.ArgumentTypeError) as traced:
+        torch.func.vmap(call)(Q[None])
+    assert str(traced.value) == str(plain.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_numbers_of_any_size_are_taken():
+    call = lambda x: portattn.attention(x, K, V, window_size=(10**30, 0), num_splits=10**30, softmax_scale=fractions.Fraction(1, 2))
+    torch.testing.assert_close(torch.func.vmap(call)(Q[None])[0], call(Q))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
