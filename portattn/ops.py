@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from . import api
-from .errors import NoBackendError
+from .errors import ArgumentError, NoBackendError
 
 _TAIL = "bool causal, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap"
 _END = "bool return_lse, SymInt num_splits, bool batch_invariant, str? backend"
@@ -61,6 +61,29 @@ def _fake(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(lead if given["return_lse"] else (0,), dtype=torch.float32)
 
 
+def _one_by_one(op: Any, names: list[str] | None = None, writes: tuple[str, ...] = ()) -> None:
+    """Gives an op its rule under vmap: a call for each entry of the batch. What is written has to be batched itself."""
+    def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        for name, dim in zip(names or (), in_dims):
+            if name in writes and dim is None:
+                raise ArgumentError(f"{name}: wanted a tensor of vmap's batch, as each entry writes to it, got one for all entries")
+        pick = lambda i: [x if dim is None or not isinstance(x, Tensor) else x.select(dim, i) for x, dim in zip(args, in_dims)]
+        if info.batch_size:
+            got = [op(*pick(i)) for i in range(info.batch_size)]
+            join = torch.stack
+        else:  # one entry of zeros has results of the right kind
+            zeros = [x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :]) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(args, in_dims)]
+            got = [op(*zeros)]
+            join = lambda parts: parts[0].new_empty((0, *parts[0].shape))
+        if got[0] is None:
+            return None, None
+        if isinstance(got[0], Tensor):
+            return join(got), 0
+        return type(got[0])(join(parts) for parts in zip(*got)), type(got[0])(0 for _ in got[0])
+
+    op.register_vmap(batched)
+
+
 def _define(name: str, call: Any, schema: str, writes: tuple[str, ...] = ()) -> None:
     """An op NAME -> (out, lse) and an op NAME_out -> lse that fills `out`."""
     names = _names(schema)
@@ -73,9 +96,11 @@ def _define(name: str, call: Any, schema: str, writes: tuple[str, ...] = ()) -> 
 
     op = torch.library.custom_op(f"portattn::{name}", run, mutates_args=writes, schema=f"({schema}) -> (Tensor, Tensor)")
     op.register_fake(lambda *args: _fake(dict(zip(names, args))))
+    _one_by_one(op, names, writes)
     op_out = torch.library.custom_op(f"portattn::{name}_out", run_out, mutates_args=(*writes, "out"),
                                      schema=f"({schema}, Tensor(z!) out) -> Tensor")
     op_out.register_fake(lambda *args: _fake(dict(zip(names, args)))[1])
+    _one_by_one(op_out, [*names, "out"], (*writes, "out"))
     if call in _DIFFERENTIABLE:
         _differentiate(op, name, lambda given: _eager(call, given), _DIFFERENTIABLE[call], names, schema)
 
@@ -119,7 +144,7 @@ def _differentiate(op: Any, name: str, run: Callable, wanted: tuple[str, ...], n
     grad_op = torch.library.custom_op(f"portattn::{name}_backward", backward, mutates_args=(),
                                       schema=f"(Tensor grad_out, Tensor grad_lse, bool[] needed, {schema}) -> Tensor[]")
     grad_op.register_fake(fake)
-    grad_op.register_vmap(_one_by_one(grad_op))
+    _one_by_one(grad_op)
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
@@ -159,16 +184,6 @@ def _only_once(*_: Any) -> None:
     raise RuntimeError("portattn: gradients of gradients: attention can be differentiated once")
 
 
-def _one_by_one(op: Any) -> Callable:
-    """A vmap of an op that returns a list of tensors: one call for each entry of the batch."""
-    def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
-        one = lambda x, dim, i: x if dim is None or not isinstance(x, Tensor) else x.select(dim, i)
-        got = [op(*(one(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(info.batch_size)]
-        return [torch.stack(parts) for parts in zip(*got)], [0] * len(got[0])
-
-    return batched
-
-
 def _is_differentiated() -> bool:
     """Whether torch.func is taking gradients of this call."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active() and any(
@@ -190,13 +205,15 @@ def _run_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scal
                      v_scale=v_scale if v_factor is None else v_factor, backend=backend)
 
 
-torch.library.custom_op("portattn::cache_append", _run_append, mutates_args=("k_cache", "v_cache"),
-                        schema=f"({_APPEND}) -> ()").register_fake(lambda *args: None)
+_append = torch.library.custom_op("portattn::cache_append", _run_append, mutates_args=("k_cache", "v_cache"), schema=f"({_APPEND}) -> ()")
+_append.register_fake(lambda *args: None)
+_one_by_one(_append, [part.split()[-1] for part in _APPEND.split(", ")], ("k_cache", "v_cache"))
 _MERGE = "Tensor outs, Tensor lses, Tensor? sinks, str? backend"
 _merge = torch.library.custom_op(
     "portattn::merge_states", lambda outs, lses, sinks, backend: api.merge_states(outs, lses, sinks=sinks, backend=backend),
     mutates_args=(), schema=f"({_MERGE}) -> (Tensor, Tensor)")
 _merge.register_fake(lambda outs, lses, sinks, backend: (outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])))
+_one_by_one(_merge)
 _differentiate(_merge, "merge_states", lambda given: api.merge_states(**given), ("outs", "lses", "sinks"), _names(_MERGE), _MERGE)
 
 

@@ -121,6 +121,34 @@ def test_numbers_of_any_size_are_taken():
     torch.testing.assert_close(torch.func.vmap(call)(Q[None])[0], call(Q))
 
 
+def test_what_is_written_is_written_under_vmap():
+    vmap, queries, new = torch.func.vmap, torch.randn(3, *Q.shape), torch.randn(3, 2, 5, 2, 16)
+    caches = [torch.randn(3, 2, 7, 2, 16) for _ in range(2)]
+    own = [x.clone() for x in caches]
+    append = lambda q, n, c, d: portattn.attention_paged(q, c, d, TABLE, LENS, k=n, v=n, causal=True)
+    got = vmap(append)(queries, new, *caches)
+    for i in range(3):
+        torch.testing.assert_close(got[i], append(queries[i], new[i], own[0][i], own[1][i]))
+    slots = torch.tensor([[1, -1], [13, 0], [2, 3]])
+    vmap(lambda n, c, d, s: portattn.cache_append(n, n, c, d, s) or c)(new[:, 0, :2], *caches, slots)
+    for i in range(3):
+        portattn.cache_append(new[i, 0, :2], new[i, 0, :2], own[0][i], own[1][i], slots[i])
+    assert all(torch.equal(a, b) for a, b in zip(caches, own))
+    out = torch.zeros(3, *Q.shape)
+    vmap(lambda q, o: portattn.attention(q, K, V, out=o))(queries, out)
+    torch.testing.assert_close(out, torch.stack([portattn.attention(q, K, V) for q in queries]))
+    with pytest.raises(portattn.ArgumentError, match="k_cache: wanted a tensor of vmap's batch"):
+        vmap(lambda q, n: append(q, n, K.clone(), V.clone()))(queries, new)
+
+
+def test_a_batch_of_nothing_under_vmap():
+    vmap, none = torch.func.vmap, torch.empty(0, *Q.shape)
+    out, lse = vmap(lambda q: portattn.attention(q, K, V, return_lse=True))(none)
+    assert out.shape == none.shape and lse.shape == (0, 2, 5, 4) and out.dtype == torch.float32
+    assert vmap(torch.func.grad(lambda q: portattn.attention(q, K, V).sum()))(none).shape == none.shape
+    assert vmap(lambda q: portattn.attention_paged(q, K, V, TABLE, LENS))(none).shape == none.shape
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_tangent_is_refused_not_dropped(backend):
     with forward_ad.dual_level():
