@@ -99,8 +99,10 @@ class _Entry:
             except importlib.metadata.PackageNotFoundError:
                 no.append(Reason("not_installed", f"{name} {spec}".strip(), "not installed", fix))
                 continue
-            if not version_matches(have, spec):
-                no.append(Reason("version", f"{name} {spec}", have, fix))
+            except Exception as exc:  # metadata that cannot be read
+                have = f"{type(exc).__name__}: {exc}"
+            if not isinstance(have, str) or not version_matches(have, spec):  # None: what an uninstallation left has no version
+                no.append(Reason("version", f"{name} {spec}", str(have), fix))
         return tuple(no)
 
     def load(self) -> Reason | None:
@@ -203,7 +205,7 @@ def _discover() -> None:
             folder = os.path.join(root, name)
             if os.path.isfile(os.path.join(folder, "backend.yaml")):
                 _add(name, folder, f"{__package__}.backends.{name}")
-    for point in importlib.metadata.entry_points(group="portattn.backends"):
+    for point in _entry_points("portattn.backends"):
         try:
             spec = importlib.util.find_spec(point.value)
             if spec is None:
@@ -218,6 +220,18 @@ def _discover() -> None:
                 "name", "a name that no other backend has", f"{point.name!r} from {folder}", "rename the entry point and its manifest"))
         else:
             _add(point.name, folder, point.value)
+
+
+def _entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+    """The entry points of a group; a package whose own cannot be read has none, whatever it is for."""
+    try:
+        return list(importlib.metadata.entry_points(group=group))
+    except Exception:
+        found: dict[str, list] = {}
+        for package in importlib.metadata.distributions():
+            with contextlib.suppress(Exception):
+                found.setdefault(package.metadata["Name"], list(package.entry_points))  # the first on the path counts
+        return [point for points in found.values() for point in points if point.group == group]
 
 
 def _add(name: str, folder: str, module: str | ModuleType) -> None:

@@ -255,6 +255,20 @@ def test_a_missing_package_says_how_to_get_it(qkv):
         assert status.reasons[0].fix == "pip install 'no-such-package>=3.4'"
 
 
+@pytest.mark.parametrize("metadata, have", [(None, "None"), ("Name: leftover\n", "None"), ("Name: leftover\nVersion: \n", ""), (b"\xff\xfe\xff", "")],
+                         ids=["empty", "no version", "blank", "no text"])
+def test_what_an_uninstallation_left_behind_is_a_reason(qkv, usual, tmp_path, monkeypatch, metadata, have):
+    folder = tmp_path / "leftover-1.0.dist-info"
+    folder.mkdir()
+    if metadata is not None:
+        (folder / "METADATA").write_bytes(metadata if isinstance(metadata, bytes) else metadata.encode())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with toy(requires={"packages": {"leftover": ">=1.0"}}):
+        assert chosen(*qkv) == usual
+        reason = portattn.backends()["toy"].reasons[0]
+        assert reason.code == "version" and have in reason.have and "pip install 'leftover>=1.0'" in reason.fix
+
+
 @pytest.mark.parametrize("have, spec, yes", [("3.4.0", ">=3.4", True), ("3.10", ">=3.4,<4", True), ("3.3.1", ">=3.4", False),
                                              ("2.13.0+cpu", "==2.13.0", True), ("4.0", ">=3.4,<4", False), ("3.4", "!=3.4", False)])
 def test_version_clauses(have, spec, yes):
@@ -279,6 +293,20 @@ def test_a_plugin_that_raises_at_import_is_reported_and_breaks_nothing(tmp_path)
     """
     env = dict(__import__("os").environ, PYTHONPATH=f"{tmp_path}:{next(iter(importlib.import_module('portattn').__path__))}/..")
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=env)
+
+
+@pytest.mark.parametrize("text", [b"[console_scripts]\nbroken line\n", b"\xff\xfe[portattn.backends]\nx = y\n"], ids=["no value", "no text"])
+def test_another_packages_broken_entry_points_hide_no_backend(tmp_path, text):
+    for name, entries in (("broken", text), ("plugin", b"[portattn.backends]\nplugged = no_such_module\n")):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_bytes(entries)
+    code = "import torch, portattn; q = torch.randn(1, 2, 2, 8); portattn.attention(q, q, q); print(*portattn.backends())"
+    path = os.pathsep.join((str(tmp_path), os.path.dirname(os.path.dirname(portattn.__file__))))
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+                          capture_output=True, text=True)  # torch looks at entry points too
+    assert done.returncode == 0 and {"sdpa", "plugged"} <= set(done.stdout.split()), done.stderr
 
 
 def test_names_are_unique_and_unregistering_an_unknown_one_is_an_error():
