@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from typing import Any, Callable, NamedTuple
 
 from .capability import Arch, Capability, Range
@@ -115,7 +116,16 @@ class _Reader:
         if isinstance(value, list):
             return Range(values=tuple(self.typed(v, f"{path}[{i}]", int) for i, v in enumerate(value)))
         found = self.mapping(value, path, {"min": False, "max": False, "multiple": False})
+        if self.typed(found.get("multiple", 1), f"{path}.multiple", int) < 1:
+            raise self.fail(f"{path}.multiple", f"wanted at least 1, got {found['multiple']}")
         return Range(**{k: self.typed(v, f"{path}.{k}", int) for k, v in found.items()})
+
+    def versions(self, value: Any, path: str) -> str:
+        """Clauses as registry.version_matches takes them; "" is any version."""
+        for clause in filter(None, (c.strip() for c in self.typed(value, path, str).split(","))):
+            if not re.fullmatch(r"(>=|<=|==|!=|>|<)\s*\d\S*", clause):
+                raise self.fail(path, f"wanted clauses of >=, >, <=, <, ==, != with a version, got {clause!r}")
+        return value
 
     def arch(self, value: Any, path: str) -> Arch:
         if isinstance(value, list):
@@ -174,7 +184,7 @@ def parse(data: Any, file: str = "manifest") -> Manifest:
         native=r.names(data.get("native", []), "native"),
         requires=Requires(
             r.names(requires.get("torch_build", []), "requires.torch_build", ("cuda", "hip", "cpu", "xpu", "mps")),
-            {k: r.typed(v, f"requires.packages.{k}", str) for k, v in packages.items()},
+            {r.typed(k, "requires.packages", str): r.versions(v, f"requires.packages.{k}") for k, v in packages.items()},
             r.names(requires.get("platforms", []), "requires.platforms", ("linux", "darwin", "windows")),
         ),
         ci=r.dicts(data.get("ci", []), "ci"),

@@ -40,6 +40,11 @@ def broken(path, value=None, drop=False):
     (broken(("capabilities", 0, "head_dims"), ["64"]), r"head_dims\[0\]: wanted int, got '64'"),
     (broken(("capabilities",), dict()), "capabilities: wanted list"),
     (broken(("requires",), dict(package={})), "requires: unknown key 'package'; did you mean 'packages'?"),
+    (broken(("requires",), dict(packages={"triton": "~=3.4"})), "requires.packages.triton: wanted clauses of .* got '~=3.4'"),
+    (broken(("requires",), dict(packages={"triton": "3.4"})), "requires.packages.triton: wanted clauses of .* got '3.4'"),
+    (broken(("requires",), dict(packages={"triton": ">=3.4,<x"})), "requires.packages.triton: wanted clauses of .* got '<x'"),
+    (broken(("requires",), dict(packages={3: ">=3.4"})), "requires.packages: wanted str, got 3"),
+    (broken(("capabilities", 0, "head_dims"), dict(multiple=0)), r"head_dims.multiple: wanted at least 1, got 0"),
     ([1], "top level: wanted a mapping, got list"),
 ])
 def test_a_fault_names_file_path_and_nearest_key(data, text):
