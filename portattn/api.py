@@ -659,7 +659,10 @@ def _choice(bound: Bound, arguments: dict[str, Any]) -> Choice:
     first = next(iter(arguments.values()))
     device = (first if isinstance(first, Tensor) else first[0]).device
     if hasattr(bound.adapter, "notes") and bound.problem.layout in ("dense", "varlen", "paged"):
-        notes += tuple(bound.adapter.notes(validate.example_call(bound, arguments), bound))
+        try:
+            notes += tuple(bound.adapter.notes(validate.example_call(bound, arguments), bound))
+        except Exception as exc:  # what runs is known all the same
+            notes += (f"no notes: {type(exc).__name__}: {exc}",)
     return registry.explain_bound(bound, registry._indexed(device), notes, bound.normal.scores)
 
 

@@ -86,7 +86,7 @@ def _judge(bound: Any, device: torch.device, where: str, family: str, dtypes: st
     file.announce()
     try:
         error = measure(bound, device)[0]
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:  # a library's exit is its failure, not the caller's
         text = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
         # Not stored: out of memory or a driver's passing trouble would stick.
         file.remove()
@@ -175,7 +175,10 @@ def _identity(bound: Any) -> str:
                     with open(path, "rb") as f:
                         digest.update(f.read())
         if hasattr(bound.adapter, "identity"):
-            digest.update(str(bound.adapter.identity()).encode())
+            try:
+                digest.update(str(bound.adapter.identity()).encode())
+            except (Exception, SystemExit) as exc:  # the check will tell whether it computes all the same
+                digest.update(f"{type(exc).__name__}: {exc}".encode())
         known = _identities[bound.backend] = digest.hexdigest()
     return known
 

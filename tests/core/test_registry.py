@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -356,6 +357,25 @@ def test_a_kernel_that_raises_in_the_check_is_quarantined(qkv):
     with toy(run=run):
         portattn.attention(*qkv)
         assert "illegal memory access" in portattn.backends()["toy"].reasons[0].have
+
+
+def test_an_exit_in_the_check_ends_no_caller(qkv, usual):
+    with toy(run=lambda call, bound: sys.exit("no license")):
+        portattn.attention(*qkv)
+        assert "SystemExit: no license" in portattn.backends()["toy"].reasons[0].have and chosen(*qkv) == usual
+
+
+def test_an_adapter_whose_own_words_raise_serves_all_the_same(qkv):
+    def raises(*_):
+        raise OSError("no driver version")
+
+    registry.register(toy_manifest("mute"), types.SimpleNamespace(attention=attention, identity=raises, notes=raises))
+    try:
+        portattn.attention(*qkv)
+        choice = portattn.explain(portattn.attention, *qkv)
+        assert choice.backend == "mute" and choice.notes == ("no notes: OSError: no driver version",)
+    finally:
+        registry.unregister("mute")
 
 
 def test_the_verdict_is_kept_on_disk_and_spares_the_next_process_the_check(qkv):
