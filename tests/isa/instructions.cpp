@@ -636,12 +636,13 @@ void global_load(Machine& m, const Inst& i, int words, int half = -1) {
     m.later(kLoads, static_cast<int>(i.o[0].index) + n, values);
   }
 }
+// At any address: amdhsa runs in unaligned access mode (LLVM's AMDGPU guide), and compilers make one store of elements side by side. Loads
+// that are not aligned would be ours.
 template <class T>
 void global_store(Machine& m, const Inst& i, int words, int shift = 0) {
   for (int l = 0; l < m.lanes; ++l) {
     if (!m.active(l)) continue;
     const u64 at = address(m, i, i.o[0], i.o[2], l);
-    if (sizeof(T) == 4 && at % 4) fail("a store of words at " + std::to_string(at % 4) + " past a word");
     for (int n = 0; n < words; ++n) m.store<T>(at + 4 * n, static_cast<T>(raw(m, i.o[1], l, n) >> shift));
     m.launch.stats->store_bytes += words * static_cast<i64>(sizeof(T));
   }

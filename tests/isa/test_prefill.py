@@ -43,7 +43,7 @@ def test_pages_left_of_every_window_may_hold_anything(arch, page, offset):
 
 
 @pytest.mark.parametrize("dtype, dim, dim_v, cache", [(torch.float16, 64, 64, None), (torch.bfloat16, 256, 200, None), (torch.float16, 128, 128, "e4m3"),
-                                                      (torch.float16, 96, 96, None)])
+                                                      (torch.float16, 96, 96, None), (torch.bfloat16, 64, 25, None)])
 @pytest.mark.parametrize("arch", CHIEF)
 def test_types_and_head_sizes(arch, dtype, dim, dim_v, cache):
     more = dict(k_scale=torch.tensor(0.7), v_scale=torch.tensor([1.1, 0.4])) if cache else {}
