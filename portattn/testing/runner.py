@@ -292,22 +292,30 @@ def read_xfails(file: str) -> list[str]:
 
 
 class _Progress:
-    """One line on a terminal, rewritten at most ten times a second; nothing in a pipe."""
+    """One line on a terminal, rewritten at most ten times a second; in a pipe, a line every half minute, so that a log of a run that was cut
+    off says how far it came and what it was at."""
 
-    def __init__(self, stream: Any):
-        self.stream, self.on, self.last, self.bad = stream, stream.isatty(), 0.0, 0
+    def __init__(self, stream: Any, every: float = 30.0):
+        self.stream, self.terminal, self.bad = stream, stream.isatty(), 0
+        self.every, self.begun = 0.1 if self.terminal else every, time.monotonic()
+        self.last = 0.0 if self.terminal else self.begun
 
     def __call__(self, done: int, total: int, result: Result | None, coming: str) -> None:
         if result is not None and result.outcome == "failed":
             self.bad += 1
         now = time.monotonic()
-        if self.on and (now - self.last > 0.1 or done == total):
-            self.last = now
+        if now - self.last <= self.every and not (self.terminal and done == total):
+            return
+        self.last = now
+        failed = f", {self.bad} failed" if self.bad else ""
+        if self.terminal:
             width = 20 * done // max(total, 1)
-            text = f"[{'#' * width:20}] {done}/{total}" + (f", {self.bad} failed" if self.bad else "") + f"  {coming}"
+            text = f"[{'#' * width:20}] {done}/{total}{failed}  {coming}"
             columns = os.get_terminal_size(self.stream.fileno()).columns if hasattr(self.stream, "fileno") else 100
             self.stream.write("\r\x1b[K" + (text[: columns - 1] if done < total else ""))
-            self.stream.flush()
+        else:
+            self.stream.write(f"{done}/{total}{failed} in {now - self.begun:.0f} s  {coming}\n")
+        self.stream.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """The tester is tested: the correct toy passes, and each broken one is caught by the rule that names its fault."""
 
+import io
 import json
 import os
 import sys
@@ -160,3 +161,16 @@ def test_recording_keeps_the_manifest_and_replaces_the_same_run(backend, tmp_pat
     assert "# kept" in file.read_text()
     with pytest.raises(ValueError, match="whole run"):
         runner.record(report._replace(whole=False), str(file))
+
+
+def test_progress_goes_to_a_log_now_and_then():
+    def log(every: float) -> list[str]:
+        stream = io.StringIO()
+        show = runner._Progress(stream, every)
+        show(0, 2, None, "first")
+        show(1, 2, runner.Result("first", "C-ERR", "failed"), "second")
+        show(2, 2, runner.Result("second", "C-ERR", "passed"), "")
+        return stream.getvalue().splitlines()
+
+    assert log(30.0) == []
+    assert log(-1.0) == ["0/2 in 0 s  first", "1/2, 1 failed in 0 s  second", "2/2, 1 failed in 0 s  "]
