@@ -36,7 +36,7 @@ def _facts(device_type: str, index: int) -> Facts:
     if kind in ("cuda", "hip"):
         props = torch.cuda.get_device_properties(index)
         if kind == "hip":
-            return Facts(kind, getattr(props, "gcnArchName", "").split(":")[0], props.name)
+            return Facts(kind, (getattr(props, "gcnArchName", None) or "").split(":")[0], props.name)
         return Facts(kind, f"sm_{props.major}{props.minor}", props.name)
     if kind == "cpu":
         wide = ""

@@ -298,21 +298,25 @@ class CallablePackage(ModuleType):
         return backends()
 
 
+_NOT_FOR = ("device", "arch")  # a probe's reasons that say whom a backend is not for, not that something is wrong
+
+
 def _status(entry: _Entry) -> Status:
     if entry.static:
         broken = {"manifest", "import", "name", "broken"} & {r.code for r in entry.static}
         return Status("broken" if broken else "unavailable", entry.static)
     if entry.error:
         return Status("broken", (entry.error,))
-    bad = tuple(r for reasons in entry.probed.values() for r in reasons if r.code != "device")
-    bad += tuple(verdicts.quarantined(entry.manifest.name))
+    found = [r for reasons in entry.probed.values() for r in reasons]
+    ready = not all(entry.probed.values())  # on some device that was asked
+    bad = tuple(r for r in found if r.code not in _NOT_FOR) + tuple(verdicts.quarantined(entry.manifest.name))
     if bad:
-        ready = any(not reasons for reasons in entry.probed.values())
         return Status("partial" if ready else "broken", bad)
-    if not all(entry.probed.values()):
-        return Status("ready")
+    older = tuple(r for r in found if r.code == "arch")  # a GPU of the right vendor
+    if ready:
+        return Status("partial", older) if older else Status("ready")
     if entry.probed:
-        return Status("unavailable", next(iter(entry.probed.values())))
+        return Status("unavailable", older or next(iter(entry.probed.values())))
     served, present = _served_devices(entry), _present_devices()
     if not served & present:
         return Status("unavailable", (Reason("device", "|".join(sorted(served)), "|".join(sorted(present))),))

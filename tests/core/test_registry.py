@@ -69,6 +69,29 @@ def test_a_backend_is_not_ready_for_being_importable(monkeypatch):
         assert portattn.backends()["toy"].level == "ready"
 
 
+def test_a_gpu_that_is_too_old_for_a_backend_breaks_it_not(monkeypatch):
+    """Turing beside kernels for Ampere is no trouble that doctor would have to report as an error."""
+    old = Reason("arch", "sm_80 or newer", "sm_75")
+    with toy(probe=lambda device: (old,) if device.type == "meta" else ()):
+        assert registry.probe("toy", "meta") == (old,)
+        assert portattn.backends()["toy"] == ("unavailable", (old,))
+        registry.probe("toy", "cpu")
+        assert portattn.backends()["toy"] == ("partial", (old,))  # a box of two kinds
+    with toy(probe=lambda device: (Reason("driver", "a driver", "none"),) if device.type == "meta" else (old,)):
+        registry.probe("toy", "cpu")
+        registry.probe("toy", "meta")
+        assert portattn.backends()["toy"].level == "broken"
+
+
+def test_an_amd_gpu_without_a_name_of_its_architecture_is_declined(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name in (None, ""):
+        properties = types.SimpleNamespace(gcnArchName=name, name="GPU", major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        registry.forget()
+        assert portattn.device.facts(torch.device("cuda", 0)) == ("hip", "", "GPU")
+
+
 def test_a_driver_that_raises_when_devices_are_counted_is_no_device(monkeypatch):
     def raises(*_):
         raise RuntimeError("no HIP GPUs are available")
