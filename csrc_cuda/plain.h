@@ -468,6 +468,7 @@ struct PlainDecode {
       if (before == count - 1) *arrivals = 0;  // as the next launch expects it
     }
     if (warp::shfl_idx<32>(before, 0) != count - 1) return;
+    warp::wave_sync();  // what lane 0 has seen, all lanes see
     Part all = sum<true>(min_of(count, 32), [&](int i) { return memory(first + i); });
     for (int base = 32; base < count; base += 32) {
       const Part more = sum<true>(min_of(count - base, 32), [&](int i) { return memory(first + base + i); });
