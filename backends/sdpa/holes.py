@@ -196,7 +196,7 @@ HOLES = (
         (2, 4),
         ALWAYS,
         "bf16 products on AMX: a NaN row of the left operand turns the row before it NaN, for some inner lengths (seen in 2.13)",
-        "rows without keys are cleared before the product; a NaN query may still reach the row before it",
+        "rows without keys and NaN rows are cleared before the product, and the latter NaN again after it",
     ),
     # --- NVIDIA and AMD
     Hole(

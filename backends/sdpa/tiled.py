@@ -159,7 +159,14 @@ def settle(scores: Tensor, v: Tensor, check: bool, want_lse: bool, in_place: boo
     empty = top == -INF if check else None
     if check and in_place:  # on CPU; such a row is NaN now, and a product may hand that on: cpu-amx-nan-rows of holes.py
         probs.masked_fill_(empty, 0.0)
+    nan = probs[..., :1].isnan() if in_place and v.dtype == torch.bfloat16 and arith.cpu_has_amx() else None  # softmax makes rows NaN as a whole
+    if nan is not None and bool(nan.any()):
+        probs.masked_fill_(nan, 0.0)
+    else:
+        nan = None
     out = arith.product(probs if probs.dtype == v.dtype else probs.to(v.dtype), v)
+    if nan is not None:
+        out = out.masked_fill(nan, torch.nan)
     if check:
         out = out.masked_fill(empty, 0.0)
         if want_lse:

@@ -245,6 +245,28 @@ def test_rows_that_a_mask_hides_leave_those_beside_them_alone(keys):
     close_out(portattn.attention(q, k, k, bias=bias, backend="sdpa"), want[0], plain[0], q.dtype)
 
 
+@pytest.mark.parametrize("options", [dict(window_size=(300, 0)), dict(softcap=100.0), dict(sinks=torch.zeros(4))], ids=lambda o: next(iter(o)))
+def test_a_nan_query_leaves_the_rows_beside_it_alone(monkeypatch, options):
+    """AMX is pretended: a product hands a NaN row of its left operand on to the row before it."""
+    real = arith.product
+
+    def handing_on(a, b):
+        out = real(a, b)
+        if a.dtype == torch.bfloat16:
+            out[:, :-1].masked_fill_(a[:, 1:].isnan().any(-1, keepdim=True), float("nan"))
+        return out
+
+    for name in ("cpu_has_bf16", "cpu_has_amx"):
+        monkeypatch.setattr(arith, name, lambda: True)
+    monkeypatch.setattr(arith, "product", handing_on)
+    q, k = randn(1, 70, 4, 64, dtype=torch.bfloat16), randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    want = portattn.attention(q, k, k, backend="sdpa", **options)
+    q[0, 5, 1, 3] = q[0, 40, 2, 0] = q[0, 69, 0] = float("nan")
+    out = portattn.attention(q, k, k, backend="sdpa", **options)
+    hurt = q.isnan().any(-1)
+    assert out[hurt].isnan().all() and torch.equal(out[~hurt], want[~hurt])
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 def test_a_scale_of_zero_hides_no_nan(rows):
     q, k = randn(1, rows, 2, 16), randn(1, 300, 2, 16)
