@@ -188,10 +188,11 @@ def even_parts(parts: int, tiles: int) -> int:
     return even if 10 * even >= 9 * parts else parts
 
 
-def dealing(heads_kv: int, workers: int, lines: int | None = None, batch: int | None = None) -> dict[str, int]:
-    """How `workers` blocks share the work: the fields of schedule.h; with `batch`, so that as few as can be share a sequence if all are equally long."""
+def dealing(heads_kv: int, workers: int, lines: int | None = None, tiles: int | None = None) -> dict[str, int]:
+    """How `workers` blocks share the work: the fields of schedule.h. With the number of `tiles` of a kv head, as few as can be share one if
+    all sequences are equally long."""
     lines = lines_of(heads_kv, workers) if lines is None else lines
-    each = workers // lines if batch is None else even_parts(workers // lines, batch * heads_kv // lines)
+    each = workers // lines if tiles is None else even_parts(workers // lines, tiles * heads_kv // lines)
     inverse, shift = division(each)
     return {"lines": lines, "line_heads": heads_kv // lines, "workers": each, "workers_inverse": inverse, "workers_shift": shift}
 
@@ -214,7 +215,8 @@ def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
     units = max(1, -(-call.max_seqlen_k // shape.unit))
     workers = min(shape.blocks * limits.sms * (3 if shape.rows else 1), most_tiles(call, TILE_ROWS, DECODE_ROWS if shape.rows else None) * units)
     assert group and workers, "an empty call is not launched"
-    return dealing(call.k.shape[-2], workers) | {"mixed_stride": limits.sms}
+    tiles = None if shape.rows or call.q.dim() == 3 else call.q.shape[0] * -(-call.q.shape[1] * group // TILE_ROWS)
+    return dealing(call.k.shape[-2], workers, tiles=tiles) | {"mixed_stride": limits.sms}
 
 
 def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]:
@@ -621,7 +623,7 @@ class Attention(_Bound):
         shape = free_shape_of(self.problem, self.values, dim, limits)
         heads = self.values["heads_kv"]
         units = self.values["batch"] * heads * max(1, -(-call.max_seqlen_k // shape.unit))
-        values = self.values | dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), batch=self.values["batch"])
+        values = self.values | dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), tiles=self.values["batch"])
         self.room = plain_room(values, dim)
         return self._launcher(call, shape, values, (values["lines"], values["workers"]))
 
