@@ -237,7 +237,7 @@ def overrides(w: World) -> Found:
     """Variables of others that change which kernels run."""
     kinds = {"cuda": bool(w.cuda), "hip": bool(w.hip), "mps": any(d.kind == "mps" for d in w.devices), "any": True}
     for name, (kind, text) in OVERRIDES.items():
-        if kinds[kind] and w.env.get(name, "0") not in ("", "0"):
+        if kinds[kind] and w.env.get(name, "0").lower() not in ("", "0", "false", "off", "no"):
             yield Finding("note", "override", f"{name}={w.env[name]}: {text}", f"unset {name}")
 
 

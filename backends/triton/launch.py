@@ -28,8 +28,8 @@ _FORMAT = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
 def interpreting() -> bool:
-    """Whether Triton's interpreter is on: kernels then run on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    """Whether Triton's interpreter is on: kernels then run on CPU tensors. Its variable is read as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 class Spec(NamedTuple):

@@ -147,6 +147,7 @@ HEALTHY = {
         **CPU,
         "env": {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1", "PYTORCH_ENABLE_MPS_FALLBACK": "1"},
     },
+    "variables that say no": {**CPU, "env": {"TRITON_INTERPRET": "off"}},
     "threads and spawn": {**CPU, "threads": 8, "start_method": "spawn"},
     "nothing known": {},
 }

@@ -277,6 +277,16 @@ def test_the_shipped_tables_are_of_the_form_that_a_record_must_have():
     assert all(map(schedule._is_table, schedule.tables())) and len(schedule.tables()) > 4
 
 
+@pytest.mark.parametrize("value", ["1", "0", "", "true", "False", "ON", "off", "no", "yes", "y", "2", " 1"])
+def test_the_interpreter_is_on_where_triton_has_it_on(monkeypatch, value):
+    """TRITON_INTERPRET=off beside a GPU must not decline the GPU."""
+    import triton
+    from portattn.backends.triton.launch import interpreting
+
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert interpreting() == triton.knobs.runtime.interpret
+
+
 def test_tensor_maps_describe_only_nested_strides():
     from portattn.backends.triton.calls import _nested
 
