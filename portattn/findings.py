@@ -300,7 +300,7 @@ def flash_attn(w: World) -> Found:
                       "for another torch than "
                       f"{w.torch} ({abi} ABI, CUDA {w.cuda or 'none'}): {p.error}",
                       "pip install --force-reinstall --no-build-isolation flash-attn")
-    elif rdna and w.env.get("FLASH_ATTENTION_TRITON_AMD_ENABLE", "").upper() != "TRUE":
+    elif rdna and w.env.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") != "TRUE":  # the very word
         yield Finding("warning", "flash-attn-flavour",
                       f"flash-attn {p.version} uses its CK kernels, which {rdna[0].arch} cannot run; this GPU needs the "
                       "Triton flavour",

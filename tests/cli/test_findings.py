@@ -85,6 +85,9 @@ TROUBLES = {  # name: (facts, code, words of the text, words of the fix)
         "flash-attn-4", "flash_attn.cute", "pip install flash-attn"),
     "CK flash-attn on RDNA": ({**gpu(ROCM, "gfx1100"), "packages": {"flash_attn": Package("2.8.3", error="")}},
         "flash-attn-flavour", "gfx1100", "=TRUE"),
+    "CK flash-attn on RDNA, told in small letters": (
+        {**gpu(ROCM, "gfx1100"), "packages": {"flash_attn": Package("2.8.3", error="")}, "env": {"FLASH_ATTENTION_TRITON_AMD_ENABLE": "true"}},
+        "flash-attn-flavour", "gfx1100", "=TRUE"),
     "flash-attn that raises": ({**CUDA, "packages": {"flash_attn": Package("2.8.3", error="RuntimeError: no")}},
         "flash-attn-broken", "RuntimeError: no", ""),
     "aiter on an unknown gfx": ({**ROCM, "packages": {"aiter": Package("0.1.5", error="KeyError: 'Unknown GPU: gfx1151'")}},
