@@ -13,7 +13,9 @@ from . import host
 
 CASES = ("test_ragged_lengths_at_any_number_of_workers[14-32-4]", "test_options[offset-page]", "test_eight_bit_caches[e5m2-32-4]",
          "test_batch_invariant_rows_are_the_same_bits_alone_and_in_a_batch[6-2]")
-PLAIN = ("test_ragged_lengths_at_any_number_of_workers[7]", "test_of_a_ragged_batch_only_sequences_of_one_token_are_computed")
+PLAIN = ("test_ragged_lengths_at_any_number_of_workers[7-True]", "test_ragged_lengths_at_any_number_of_workers[7-False]",
+         "test_of_a_ragged_batch_only_sequences_of_one_token_are_computed")
+AMD = ("test_pages_left_of_every_window_may_hold_anything[offset-page-gfx9]",)
 
 
 def _library() -> str | None:
@@ -34,9 +36,9 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_kernels_are_clean():
     done = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/simt/test_decode.py::{c}" for c in CASES),
-                *(f"tests/simt/test_plain.py::{c}" for c in PLAIN))
+                *(f"tests/simt/test_plain.py::{c}" for c in PLAIN), *(f"tests/simt/test_amd_mixed.py::{c}" for c in AMD))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert f"{len(CASES) + len(PLAIN)} passed" in done.stdout
+    assert f"{len(CASES) + len(PLAIN) + len(AMD)} passed" in done.stdout
 
 
 def test_the_sanitizer_would_notice():
