@@ -23,7 +23,7 @@ OPTIONS = 64  # sets of options that are kept
 KINDS = 8  # kinds of tensors that are kept with each, looked at one after the other
 _WAITING = 4
 _is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
-_grad_mode = torch.is_grad_enabled
+_grad_mode, _is_nested = torch.is_grad_enabled, torch._C.TensorBase.is_nested.__get__
 _order = registry.current_order
 _state = config.call_state
 
@@ -65,9 +65,11 @@ class Recent:
 
         1 equals True here, so a function whose errors tell them apart has to tell them apart in `options`.
         """
-        if _is_compiling() or _modes() or forward_ad._current_level >= 0 or (tensors and getattr(tensors[0], "is_nested", True)):
-            return None  # guards see neither modes nor tangents, and a nested tensor ends the process
+        if _is_compiling() or _modes() or forward_ad._current_level >= 0:
+            return None  # guards see neither modes nor tangents
         try:
+            if any(map(_is_nested, tensors)):  # one in guards' hands ends the process
+                return None
             for check, kept in self.kinds.get((options, _order(), _state(), _grad_mode()), ()):
                 if check(*tensors):
                     return kept

@@ -166,6 +166,16 @@ def test_nested_tensors_are_refused(layout):
         portattn.attention(torch.nested.nested_tensor([torch.randn(4, 2, 16)], layout=layout), K, V)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "out"])
+def test_nested_tensors_are_refused_where_calls_of_the_kind_are_known(name):
+    given = dict(q=Q, k=K, v=V, bias=torch.zeros(2, 4, 5, 7), sinks=torch.zeros(4), out=torch.empty_like(Q))
+    for _ in range(4):
+        portattn.attention(**given)
+    with pytest.raises(portattn.ArgumentError, match=f"{name}: wanted a plain tensor"):
+        portattn.attention(**given | {name: torch.nested.nested_tensor(list(given[name]))})
+
+
 def test_meta_tensors_have_results_of_the_right_kind():
     q, k = Q.to("meta"), K.to("meta")
     cu, table, lens = (torch.tensor(x, device="meta") for x in ([0, 5], [[0]], [7]))
