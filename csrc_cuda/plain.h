@@ -32,7 +32,7 @@ namespace portattn {
 constexpr int kMaxSequences = 1024;  // of a plain call: every wave looks through all lengths
 constexpr int kMaxCluster = 16;      // blocks
 
-template <class T, class C, int kD, int kWaves, int kStages, bool kRagged, bool kClusters = true>
+template <class T, class C, int kD, int kWaves, int kStages, bool kRagged, bool kClusters>
 struct PlainDecode {
   using P = PlainParams<kD>;
   static constexpr int kThreads = 32 * kWaves, kKeys = 16, kUnit = kKeys * kWaves, kRows = 8;

@@ -19,10 +19,10 @@ from . import config, overlaps, registry, validate
 from .device import capturing, without_autocast
 from .dialect import AFTER, OURS, after, lse_as
 from .problem import Call
-from .recent import Recent, guard
+from .recent import Recent, guard, is_hidden
 from .registry import Bound, Choice
 
-_is_compiling, _depth = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+_is_compiling = torch.compiler.is_compiling
 _grad_mode = torch.is_grad_enabled
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
 _order = registry.current_order
@@ -91,7 +91,8 @@ def _is_traced(*tensors: Any) -> bool:
     return any(isinstance(x, Tensor) and not x.is_nested and bool(x.is_neg() or dispatches(x)) for x in tensors)
 
 
-_INPUTS = ("q", "k", "v", "alibi_slopes", "sinks", "bias"), ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k", "v", "rotary_cos", "rotary_sin")
+_INPUTS = "q", "k", "v", "alibi_slopes", "sinks", "bias"
+_PAGED_INPUTS = "q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k", "v", "rotary_cos", "rotary_sin"
 
 
 def _check_overlap(bound: Bound, out: Tensor, names: tuple[str, ...], *inputs: Tensor | None) -> None:
@@ -204,7 +205,7 @@ def attention(
 def _attention(bound: Bound, q, k, v, bias=None, alibi_slopes=None, sinks=None, out=None, within=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(bound, given, _INPUTS[0], q, k, v, alibi_slopes, sinks, bias)
+        _check_overlap(bound, given, _INPUTS, q, k, v, alibi_slopes, sinks, bias)
     if bound.extra is not None:
         q, k, v, bias, alibi_slopes, sinks, out = bound.extra(q, k, v, bias, alibi_slopes, sinks, out)
     call = _make(Call, (q, k, v, n.scale, n.causal, n.left, n.right, n.softcap, bias, alibi_slopes, sinks, None, None, None,
@@ -299,7 +300,7 @@ def _attention_varlen(bound: Bound, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused
                       within=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(bound, given, _INPUTS[0], q, k, v, alibi_slopes, sinks)
+        _check_overlap(bound, given, _INPUTS, q, k, v, alibi_slopes, sinks)
     if bound.extra is not None:
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks = bound.extra(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
@@ -428,7 +429,7 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
                      rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(bound, given, _INPUTS[1], q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)
+        _check_overlap(bound, given, _PAGED_INPUTS, q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)
     if n.convert:
         kv_lens = after(kv_lens, n.convert, q, cu_seqlens_q)
     if bound.extra is not None:
@@ -569,14 +570,14 @@ class Plan:
         self._plain(arguments)
         code = run.__code__  # by place: thirty names cost more than the rest of the call
         self._order = [name for name in code.co_varnames[1:code.co_argcount] if name in arguments]
-        self._names = {name: None for name, value in arguments.items() if isinstance(value, Tensor)}
+        self._names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
         tensors = {id(arguments[name]): arguments[name] for name in self._names}
         self._check = guard(tuple(tensors.values())) if 0 < len(tensors) == len(self._names) else None
 
     def _are_alike(self, arguments: dict[str, Any], changed: dict[str, Any]) -> bool:
         """Whether nothing but tensors changed, all like those that were planned, at a glance: if not, what is wrong is looked for."""
-        if self._check is None or _is_compiling() or _depth() or forward_ad._current_level >= 0 or _grad_mode() is not self._grad:
-            return False  # guards see neither modes nor tangents
+        if self._check is None or is_hidden() or _grad_mode() is not self._grad:
+            return False
         if any([name not in self._names or getattr(x, "is_nested", True) for name, x in changed.items()]):
             return False
         return self._check(*[arguments[name] for name in self._names])
@@ -589,8 +590,11 @@ class Plan:
     def __call__(self, **changed: Any) -> Any:
         """Runs the call with some arguments replaced; anything but tensors alike in kind is an ArgumentError."""
         arguments = self._arguments | changed if changed else self._arguments
-        if self._are_alike(arguments, changed):
-            return self._run(self._bound, *[arguments[name] for name in self._order])
+        if not self._are_alike(arguments, changed):
+            self._examine(arguments, changed)
+        return self._run(self._bound, *[arguments[name] for name in self._order])
+
+    def _examine(self, arguments: dict[str, Any], changed: dict[str, Any]) -> None:
         metas = self._metas
         for name, value in changed.items():
             if name not in metas:
@@ -600,7 +604,6 @@ class Plan:
         self._plain(changed)
         if not self._grad and _grad_mode() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments.values()):
             raise validate.ArgumentError("plan: made under no_grad, so it has no gradients; an input requires grad")
-        return self._run(self._bound, **arguments)
 
     def __repr__(self) -> str:
         return f"Plan({self.choice.problem}, backend={self.choice.backend!r})"

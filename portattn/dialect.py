@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .device import capturing
+from .problem import Call
 
 AFTER, BEFORE, PREFIX_SUMS = range(3)  # BEFORE: an append of as many tokens as q has; PREFIX_SUMS: (B + 1,)
 OURS, HEADS_FIRST, FLASH_ATTN_2 = range(3)  # lse (..., S, H); (..., H, S); (..., H, S) with +inf where a row sees no key
@@ -36,6 +37,12 @@ def lse_as(form: int, lse: Tensor) -> Tensor:
     if form == FLASH_ATTN_2:
         lse = lse.nan_to_num(_NAN, _INF, _INF) if lse.requires_grad else lse.nan_to_num_(_NAN, _INF, _INF)
     return lse
+
+
+def lse_shape(call: Call) -> tuple[int, ...]:
+    """The shape of the lse that a call asks for."""
+    *lead, tokens, heads = call.q.shape[:-1]
+    return (*lead, heads, tokens) if call.lse_form else (*lead, tokens, heads)
 
 
 def plus(lens: Tensor, n: int) -> Tensor:

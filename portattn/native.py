@@ -165,11 +165,6 @@ def attention_values(call: Call, out: Tensor) -> dict[str, Any]:
     }
 
 
-def lse_shape(call: Call) -> tuple[int, ...]:
-    *lead, tokens, heads = call.q.shape[:-1]
-    return (*lead, heads, tokens) if call.lse_form else (*lead, tokens, heads)
-
-
 def lines_of(heads_kv: int, workers: int) -> int:
     """How many kv heads are read side by side (schedule.h): as many as leave at most 2 % of the workers idle."""
     return max(n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and n <= workers and workers % n * 50 <= workers)
@@ -206,14 +201,19 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> S
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
+def units_of(call: Call, shape: Shape) -> int:
+    """Of a tile, at most."""
+    return max(1, -(-call.max_seqlen_k // shape.unit))
+
+
 def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
     """How a call's work is dealt out: in the decode kernel a part a resident block, in the mixed one smaller parts, whose
     number does not matter to the tiles beside them; none where every sequence has tiles."""
     group = call.q.shape[-2] // call.k.shape[-2]
     if shape.rows and (call.q.dim() == 4 or not shape.unit):
         return {"lines": 1, "line_heads": 0, "workers": 0, "mixed_stride": limits.sms}
-    units = max(1, -(-call.max_seqlen_k // shape.unit))
-    workers = min(shape.blocks * limits.sms * (3 if shape.rows else 1), most_tiles(call, TILE_ROWS, DECODE_ROWS if shape.rows else None) * units)
+    units = most_tiles(call, TILE_ROWS, DECODE_ROWS if shape.rows else None) * units_of(call, shape)
+    workers = min(shape.blocks * limits.sms * (3 if shape.rows else 1), units)
     assert group and workers, "an empty call is not launched"
     tiles = None if shape.rows or call.q.dim() == 3 else call.q.shape[0] * -(-call.q.shape[1] * group // TILE_ROWS)
     return dealing(call.k.shape[-2], workers, tiles=tiles) | {"mixed_stride": limits.sms}
@@ -286,8 +286,7 @@ def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    values = attention_values(call, out)
-    if call.q.dim() == 4 and limits.clusters and is_plain(call, values, dim):
+    if call.q.dim() == 4 and limits.clusters and is_plain(call, values := attention_values(call, out), dim):
         if pays_clusters(values, limits):
             return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
         return free_shape_of(problem, values, dim, limits)
@@ -575,7 +574,7 @@ class Attention(_Bound):
         self.launch, self.plain, self.before, self.general = None, False, None, None
         self.workspaces = device.workspaces
         self.out_shape, self.out_dtype, self.place = tuple(out.shape), out.dtype, out.device
-        self.lse_shape = lse_shape(call)
+        self.lse_shape = dialect.lse_shape(call)
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
@@ -583,7 +582,7 @@ class Attention(_Bound):
         self.empty = out.numel() == 0
         if self.empty:
             return
-        self.room: Room | None = None  # plain.h needs none
+        self.room: Room | None = None  # plain.h's clusters need none
         plain = plain and device.limits.clusters and is_plain(call, self.values, dim)
         if plain and call.q.dim() == 4:
             if pays_clusters(self.values, device.limits):
@@ -612,7 +611,7 @@ class Attention(_Bound):
         ragged = call.q.dim() == 3  # how many sequences are of one token is the device's to know
         shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged)
         function, heads = self.device.function(shape.instance, shape.shared), self.values["heads_kv"]
-        units = self.values["batch"] * heads * max(1, -(-call.max_seqlen_k // shape.unit))
+        units = self.values["batch"] * heads * units_of(call, shape)
         c = clusters_of(heads, units, blocks, functools.partial(function.clusters, shape.threads))
         if c is None:
             return None
@@ -622,7 +621,7 @@ class Attention(_Bound):
         """plain.h on all multiprocessors, without clusters."""
         shape = free_shape_of(self.problem, self.values, dim, limits)
         heads = self.values["heads_kv"]
-        units = self.values["batch"] * heads * max(1, -(-call.max_seqlen_k // shape.unit))
+        units = self.values["batch"] * heads * units_of(call, shape)
         values = self.values | dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), tiles=self.values["batch"])
         self.room = plain_room(values, dim)
         return self._launcher(call, shape, values, (values["lines"], values["workers"]))
@@ -691,4 +690,4 @@ class Attention(_Bound):
 
 __all__ = ["Append", "Attention", "DECODE_ROWS", "Device", "HEAD_DIMS", "Instance", "Launcher", "Limits", "MAX_CUTS", "MAX_CUT_TILES", "Merge",
            "QUEUES", "Shape", "TILE_ROWS", "TYPES", "Workspaces", "append_values", "attention_values", "decode_shape", "decode_shared",
-           "head_dim_of", "lse_shape", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance", "staged_prefill_shape"]
+           "head_dim_of", "merge_values", "mixed_shape", "pack", "prefill_shared", "small_instance", "staged_prefill_shape"]

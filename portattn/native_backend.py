@@ -6,7 +6,7 @@ from typing import Callable
 
 import torch
 
-from . import codeobjects, native
+from . import codeobjects, dialect, native
 from .driver import driver
 
 
@@ -72,7 +72,7 @@ def _is_nothing(call) -> bool:
 def _nothing(call):
     """Results whose rows are all unspecified."""
     out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1])) if call.out is None else call.out
-    return (out, torch.empty(native.lse_shape(call), dtype=torch.float32, device=out.device)) if call.return_lse else out
+    return (out, torch.empty(dialect.lse_shape(call), dtype=torch.float32, device=out.device)) if call.return_lse else out
 
 
 __all__ = ["NativeBackend"]

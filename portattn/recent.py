@@ -28,6 +28,11 @@ _order = registry.current_order
 _state = config.call_state
 
 
+def is_hidden() -> bool:
+    """Whether guards do not see what changes a call: modes, tangents, or that torch.compile traces it."""
+    return _is_compiling() or bool(_modes()) or forward_ad._current_level >= 0
+
+
 def _apart(options: tuple, tensors: tuple) -> tuple[tuple, tuple]:
     """The tensors each once, as guards want them, and options that say where they all were."""
     places = {id(x): n for n, x in enumerate(tensors)}
@@ -65,8 +70,8 @@ class Recent:
 
         1 equals True here, so a function whose errors tell them apart has to tell them apart in `options`.
         """
-        if _is_compiling() or _modes() or forward_ad._current_level >= 0:
-            return None  # guards see neither modes nor tangents
+        if is_hidden():
+            return None
         try:
             if any(map(_is_nested, tensors)):  # one in guards' hands ends the process
                 return None
@@ -92,4 +97,4 @@ class Recent:
                 self.kinds = dict(list(kinds.items())[-OPTIONS:])
 
 
-__all__ = ["Recent", "guard"]
+__all__ = ["Recent", "guard", "is_hidden"]

@@ -190,9 +190,8 @@ class Attention:
                                                                                                          k.shape[0]),
                       "dense": lambda: k.shape[1]}[self.layout]()
         self.out_shape = (*q.shape[:-1], self.dv)
-        *lead, rows, heads = q.shape[:-1]
-        self.lse_shape = (*lead, heads, rows) if call.lse_form else (*lead, rows, heads)
-        self.lse_rows, self.before = rows, int(call.counting == dialect.BEFORE)
+        self.lse_shape, self.lse_rows = dialect.lse_shape(call), q.shape[-3]
+        self.before = int(call.counting == dialect.BEFORE)
         self.views = tuple((tuple(t.shape), t.stride()) for t in (q, k, v))
         self.empty = 0 in self.out_shape or self.batch == 0 or self.max_q == 0  # rows of no sequence are no work either
         self.has_lse = call.return_lse

@@ -67,19 +67,26 @@ def test_all_calls_compile_into_one_graph_and_agree_with_eager(dynamic):
             torch.testing.assert_close(a, b)
 
 
+def leaves(*shapes) -> list[torch.Tensor]:
+    return [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes)]
+
+
+def compiled_gradients_are_eager_ones(loss, inputs: list[torch.Tensor]) -> None:
+    grads = []
+    for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        fresh = [x.clone().requires_grad_() for x in inputs]
+        fn(*fresh).backward()
+        grads.append([x.grad for x in fresh])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
 def test_gradients_through_a_compiled_graph_equal_eager_ones():
     def loss(q, k, bias):
         out, lse = portattn.attention(q, k, k, causal=True, bias=bias, return_lse=True)
         return (out * out).sum() + lse.sum()
 
-    leaves = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate([(1, 4, 4, 8), (1, 6, 2, 8), (4, 6)])]
-    grads = []
-    for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        fresh = [x.clone().requires_grad_() for x in leaves]
-        fn(*fresh).backward()
-        grads.append([x.grad for x in fresh])
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b)
+    compiled_gradients_are_eager_ones(loss, leaves((1, 4, 4, 8), (1, 6, 2, 8), (4, 6)))
 
 
 def test_gradients_of_a_compiled_merge_equal_eager_ones():
@@ -87,15 +94,9 @@ def test_gradients_of_a_compiled_merge_equal_eager_ones():
         out, lse = portattn.merge_states(outs, lses, sinks=sinks)
         return (out * out).sum() + lse.sum()
 
-    leaves = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate([(3, 5, 4, 8), (3, 5, 4), (4,)])]
-    grads = []
-    for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        fresh = [x.clone().requires_grad_() for x in leaves]
-        fn(*fresh).backward()
-        grads.append([x.grad for x in fresh])
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b)
-    torch.library.opcheck(torch.ops.portattn.merge_states.default, [*(x.requires_grad_() for x in leaves), None])
+    inputs = leaves((3, 5, 4, 8), (3, 5, 4), (4,))
+    compiled_gradients_are_eager_ones(loss, inputs)
+    torch.library.opcheck(torch.ops.portattn.merge_states.default, [*(x.requires_grad_() for x in inputs), None])
 
 
 def test_fake_tensors_go_through_the_op():

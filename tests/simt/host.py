@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from portattn import native
+from portattn import dialect, native
 from portattn.problem import Call
 
 HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines
     if out is None:
         out = torch.empty((*q.shape[:-1], call.v.shape[-1]), dtype=q.dtype)
     out.fill_(float("nan"))
-    lse = torch.full(native.lse_shape(call), float("nan"))
+    lse = torch.full(dialect.lse_shape(call), float("nan"))
     dtype, kv = str(q.dtype)[6:], str(call.k.dtype)[6:]
     dim = native.head_dim_of(q.shape[-1], call.v.shape[-1])
     values = native.attention_values(call, out)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from portattn import instances, native, reference
+from portattn import dialect, instances, native, reference
 from portattn.testing.tolerance import close_lse, close_out
 
 from . import host
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler
 def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stages: int = 3, clusters: bool = True, order: int = host.FORWARD, seed: int = 0):
     """(out, lse) of `lines` clusters of `workers` blocks, or of as many free blocks."""
     ragged = call.cu_seqlens_q is not None
-    out, lse = torch.full_like(call.q, float("nan")), torch.full(native.lse_shape(call), float("nan"))
+    out, lse = torch.full_like(call.q, float("nan")), torch.full(dialect.lse_shape(call), float("nan"))
     dtype, kv, dim = str(call.q.dtype)[6:], str(call.k.dtype)[6:], call.q.shape[-1]
     values = native.attention_values(call, out)
     assert native.is_plain(call, values, dim)
