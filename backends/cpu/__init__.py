@@ -50,8 +50,9 @@ def _is_64(x: Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _values(dtype: torch.dtype) -> Tensor:
-    """What each code of an 8-bit type stands for: (256,) float32."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    """What each code of an 8-bit type stands for: 256 float32, then the same in bfloat16, which has them all; as bytes."""
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
+    return torch.cat([values.view(torch.uint8), values.bfloat16().view(torch.uint8)])
 
 
 def _scale_strides(scale: Tensor | float | None) -> tuple[int, int]:

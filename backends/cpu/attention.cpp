@@ -69,7 +69,7 @@ int64_t heads_at_once(const Plan& p) {
   return heads;
 }
 
-bool in_tiles(const Shape& s) { return kTiles && kernels(s.kv_type).pairs; }
+bool in_tiles(const Shape& s) { return kTiles && kernels(s.q_type, s.kv_type).pairs; }
 
 // Rows of a tile of many rows: fewer where there would be too few tiles for the threads.
 int64_t rows_at_once(const Plan& p) {
@@ -290,7 +290,7 @@ struct Seen {
 
 void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
   const Shape& s = p.s;
-  const Kernels& kernel = kernels(s.kv_type);
+  const Kernels& kernel = kernels(s.q_type, s.kv_type);
   const int dim = int(s.dim), dim_v = int(s.dim_v), per_head = int(t.tokens * p.group), rows = int(t.heads) * per_head;
   const int64_t size = size_of(s.kv_type), k_step = s.k[2] * size, v_step = s.v[2] * size;  // bytes from head to head
   const int64_t q_places = up(dim, kWide) / (kernel.pairs ? 2 : 1), o_stride = up(dim_v, kPanel);
@@ -350,7 +350,7 @@ Row* load_rows(const Plan& p, const Tile& t, bool pairs, float* q, int64_t q_pla
 
 void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
   const Shape& s = p.s;
-  const Kernels& kernel = kernels(s.kv_type);
+  const Kernels& kernel = kernels(s.q_type, s.kv_type);
   const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), padded = int(up(rows, kRows));
   const int depth = kernel.pairs ? 2 : 1, places = kernel.places(dim);
   const int64_t q_places = up(dim, kWide) / depth + kLanes, o_stride = up(dim_v, kPanel);  // kLanes more: rows not a power of two apart
@@ -394,7 +394,7 @@ void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t 
 // As run_many, in AMX's tiles: a longer block of keys, gone through by 32 rows, whose scores then stay in the first cache.
 void run_tiles(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
   const Shape& s = p.s;
-  const Kernels& kernel = kernels(s.kv_type);
+  const Kernels& kernel = kernels(s.q_type, s.kv_type);
   const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), padded = int(up(rows, 16)), places = kernel.places(dim);
   const int64_t q_places = up(dim, kWide) / 2 + kLanes, o_stride = up(dim_v, kPanel);
   const int64_t q_size = padded * q_places, o_size = padded * o_stride, s_size = kTileRowsAtOnce * kTileKeys, p_size = s_size / 2;

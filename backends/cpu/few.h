@@ -1,7 +1,7 @@
 // Few rows (decode): K and V are read where they lie, each line once for up to kBunch rows of a group.
 //
 // Computes  s[r][j] = q[r] . k[j], then out[r] = out[r] * old[r] + sum over j of p[r][j] v[j].
-// Ways to read a row: Widened (to float), Halves (bfloat16 to two floats a word: even and odd columns), Pairs (bfloat16 as it is).
+// Ways to read a row: Widened (to float), Halves (bfloat16 or 8-bit to two floats a word: even and odd columns), Pairs (both as bfloat16).
 // Cost: bound by reading K and V; R rows need R products of vectors for each vector that is read.
 #pragma once
 
@@ -57,8 +57,9 @@ struct Widened {
   static void restore(float*, int64_t) {}
 };
 
+template <class E>
 struct Halves {
-  using T = uint16_t;
+  using T = typename E::T;
   using Q = float;
   using K = vi;
   static constexpr int kStep = kWide, kGather = 1;
@@ -67,14 +68,14 @@ struct Halves {
   static void query(const float* x, int dim, Q* to) {
     for (int d = 0; d < dim; d++) to[d / kWide * kWide + d % 2 * kLanes + d % kWide / 2] = x[d];
   }
-  static K read(const T* p, int n, const float*) { return load_16(p, n); }
+  static K read(const T* p, int n, const float* table) { return E::words(p, n, table); }
   static vf dot(vf sum, const Q* q, K k) { return sum + load(q) * even(k) + load(q + kLanes) * odd(k); }
 
   template <int S>
-  static void values(const T* a, const T*, int n, const float*, vf (&v)[S]) {
+  static void values(const T* a, const T*, int n, const float* table, vf (&v)[S]) {
 #pragma GCC unroll 4
     for (int i = 0; i < S; i += 2) {
-      const vi x = load_16(a + i * kLanes, n - i * kLanes);
+      const vi x = E::words(a + i * kLanes, n - i * kLanes, table);
       v[i] = even(x), v[i + 1] = odd(x);
     }
   }
@@ -89,21 +90,22 @@ struct Halves {
   }
 };
 
+template <class E>
 struct Pairs {
-  using T = uint16_t;
+  using T = typename E::T;
   using Q = uint16_t;
   using K = vi;
   static constexpr int kStep = kWide, kGather = 2;
   static void query(const float* x, int dim, Q* to) { to_bf16_row(x, dim, to); }
-  static K read(const T* p, int n, const float*) { return load_16(p, n); }
+  static K read(const T* p, int n, const float* table) { return E::words(p, n, table); }
   static vf dot(vf sum, const Q* q, K k) { return dot2(sum, load_16(q), k); }
 
   template <int S>
-  static void values(const T* a, const T* b, int n, const float*, vf (&v)[S]) {  // b null: zeros
+  static void values(const T* a, const T* b, int n, const float* table, vf (&v)[S]) {  // b null: zeros
 #pragma GCC unroll 4
     for (int i = 0; i < S; i += 2) {
       vi lo, hi;
-      interleave(load_16(a + i * kLanes, n - i * kLanes), b ? load_16(b + i * kLanes, n - i * kLanes) : vi{}, lo, hi);
+      interleave(E::words(a + i * kLanes, n - i * kLanes, table), b ? E::words(b + i * kLanes, n - i * kLanes, table) : vi{}, lo, hi);
       v[i] = (vf)lo, v[i + 1] = (vf)hi;
     }
   }

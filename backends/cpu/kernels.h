@@ -1,6 +1,6 @@
-// The steps of attention over one block of keys, by the element type of K and V.
+// The steps of attention over one block of keys, by the element types of q and of K and V.
 // Numerics: scores, softmax and sums are float32; bfloat16 goes as it is into products of pairs where the CPU has them, with
-// probabilities rounded to bfloat16, and is widened to float32 elsewhere, as the other types are.
+// probabilities rounded to bfloat16, and so do 8-bit caches (exact in bfloat16) of bfloat16 queries; all else is widened to float32.
 #pragma once
 
 #include "few.h"
@@ -38,12 +38,19 @@ constexpr Kernels kernels_of() {
           places<D>};
 }
 
-inline const Kernels& kernels(int64_t type) {
-  using Brain = std::conditional_t<kPairs, Pairs, Halves>;
-  using Places = std::conditional_t<kPairs, Double, Single>;
-  static const Kernels all[] = {kernels_of<F32, Widened<F32>, Single>(), kernels_of<F16, Widened<F16>, Single>(),
-                                kernels_of<BF16, Brain, Places>(), kernels_of<F8, Widened<F8>, Single>()};
-  return all[type];
+// Of bfloat16 queries.
+template <class E>
+constexpr Kernels brain_kernels() {
+  if constexpr (kPairs)
+    return kernels_of<E, Pairs<E>, Double>();
+  else
+    return kernels_of<E, Halves<E>, Single>();
+}
+
+inline const Kernels& kernels(int64_t q_type, int64_t kv_type) {
+  static const Kernels all[] = {kernels_of<F32, Widened<F32>, Single>(), kernels_of<F16, Widened<F16>, Single>(), brain_kernels<BF16>(),
+                                kernels_of<F8, Halves<F8>, Single>(), brain_kernels<F8>()};
+  return all[kv_type == kF8 && q_type == kBF16 ? 4 : kv_type];
 }
 
 }  // namespace pa

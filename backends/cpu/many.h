@@ -2,7 +2,7 @@
 //
 // Computes  s = q K^T and out = out * old + p V for all rows of a tile and one block of keys.
 // Layouts: a panel is kPanel columns wide: [key / kPanel][d][key % kPanel] of K, [d / kPanel][key][d % kPanel] of V.
-//   With Single a place holds a float; with Double (bfloat16) it holds a pair: two d of a key of K, two keys of a d of V.
+//   With Single a place holds a float; with Double it holds a pair of bfloat16: two d of a key of K, two keys of a d of V.
 // Cost: FMAs; packing a block is worth about 15 of its rows' products.
 #pragma once
 
@@ -20,10 +20,21 @@ constexpr int kTileRows = 512;                      // with AMX's tiles, whose p
 // Single and Double say what a product of two places is; rows of the left factor are whole places.
 struct Single {
   static constexpr int kDepth = 1;  // elements of a place
+  template <class E>
+  using Read = Widened<E>;
+  template <class E>
+  static void copy(const char* row, int dim, float* to, const float* table) { widen<E>(row, dim, to, table); }
   static vf fma(vf sum, const float* a, vf b) { return sum + *a * b; }
 };
 struct Double {
   static constexpr int kDepth = 2;
+  template <class E>
+  using Read = Pairs<E>;
+  template <class E>
+  static void copy(const char* row, int dim, float* to, const float* table) {  // to whole vectors, zeros behind
+    const auto* p = reinterpret_cast<const typename E::T*>(row);
+    for (int d = 0; d < dim; d += kWide) store_16(reinterpret_cast<uint16_t*>(to) + d, E::words(p + d, dim - d, table));
+  }
   static vf fma(vf sum, const float* a, vf b) { return dot2(sum, repeat(a), (vi)b); }
 };
 
@@ -120,7 +131,7 @@ void pack_keys(const Rows& block, int dim, float* to, float* wide, const float* 
     for (int i = 0; i < kTurn; i++) {
       float* copy = wide + i * stride;
       row[i] = j + i >= block.n ? nullptr : kAsIs ? block[j + i] : reinterpret_cast<const char*>(copy);
-      if (!kAsIs && row[i]) widen<E>(block[j + i], dim, copy, table);
+      if (!kAsIs && row[i]) D::template copy<E>(block[j + i], dim, copy, table);
     }
     for (int d = 0; d < height; d += kTurn) {
       transpose(row, std::max(halves - 2 * d, 0), panel + int64_t(d) * kPanel, kPanel, std::min(kTurn, height - d));
@@ -134,7 +145,7 @@ template <class E, class D>
 void pack_values(const Rows& block, int dim, float* to, int height, const float* table) {
   using T = typename E::T;
   constexpr int kEnd = kTiles && D::kDepth == 2 ? 32 : D::kDepth;
-  using P = std::conditional_t<D::kDepth == 2, Pairs, Widened<E>>;
+  using Read = typename D::template Read<E>;
   const int end = (block.n + kEnd - 1) / kEnd * kEnd;
   for (int j = 0; j < end; j += D::kDepth) {
     float* row = to + j / D::kDepth * kPanel;
@@ -143,9 +154,9 @@ void pack_values(const Rows& block, int dim, float* to, int height, const float*
     for (int d = 0; d < dim; d += kPanel, row += height * kPanel) {
       vf v[2]{};
       if (a && dim - d >= kPanel)
-        P::template values<2>((const typename P::T*)a + d, b ? (const typename P::T*)b + d : nullptr, kPanel, table, v);
+        Read::template values<2>(a + d, b ? b + d : nullptr, kPanel, table, v);
       else if (a)
-        P::template values<2>((const typename P::T*)a + d, b ? (const typename P::T*)b + d : nullptr, dim - d, table, v);
+        Read::template values<2>(a + d, b ? b + d : nullptr, dim - d, table, v);
       store(row, v[0]), store(row + kLanes, v[1]);
     }
   }

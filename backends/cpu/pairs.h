@@ -10,22 +10,6 @@
 
 namespace pa {
 
-constexpr int kWide = 2 * kLanes;  // 16-bit elements of a vector
-typedef vi vi_any __attribute__((aligned(2), may_alias));
-
-inline vi load_16(const uint16_t* p) { return *reinterpret_cast<const vi_any*>(p); }
-
-inline vi load_16(const uint16_t* p, int n) {  // elements from n on are 0, and not read
-  if (n >= kWide) return load_16(p);
-#if defined(__AVX512BW__)
-  return (vi)_mm512_maskz_loadu_epi16(n > 0 ? ~0u >> (32 - n) : 0, p);
-#else
-  uint16_t x[kWide] = {};
-  if (n > 0) std::memcpy(x, p, size_t(n) * 2);
-  return load_16(x);
-#endif
-}
-
 inline vi repeat(const void* word) {
   int32_t x;
   std::memcpy(&x, word, 4);

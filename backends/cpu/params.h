@@ -36,7 +36,7 @@ struct Args {
   const void *table, *cu_q, *cu_k, *used, *lens, *bias;
   const float *alibi, *sinks;
   const void *k_new, *v_new, *cos, *sin;
-  const float *k_scales, *v_scales, *values;  // values: the 256 numbers of an 8-bit cache's codes
+  const float *k_scales, *v_scales, *values;  // values: what an 8-bit cache's 256 codes stand for (F8)
   int64_t left, right, splits, threads;
   double scale, softcap, k_scale, v_scale;
 };

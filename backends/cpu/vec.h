@@ -1,4 +1,5 @@
 // Vectors of float and the element types that are turned into them: float, bfloat16, float16, 8-bit by a table.
+// What bfloat16 holds exactly, itself and every 8-bit float, is also read as vectors of bfloat16 (`words`; elements from n on are 0, and not read).
 // One width for each instruction set; which one is decided by the compiler's flags, and no code elsewhere asks.
 #pragma once
 
@@ -30,6 +31,7 @@ constexpr bool kManyRegisters = false;
 #endif
 constexpr int kRows = kManyRegisters ? 12 : 6;  // rows of a register tile: 24 of 32 registers hold sums, or 12 of 16
 constexpr int kPanel = 2 * kLanes;  // columns of a register tile
+constexpr int kWide = 2 * kLanes;   // 16-bit elements of a vector
 constexpr int kKeys = 64;           // keys of one softmax step
 constexpr float kInf = std::numeric_limits<float>::infinity();
 static_assert(kKeys % kPanel == 0, "a step of keys is whole panels");
@@ -37,6 +39,7 @@ static_assert(kKeys % kPanel == 0, "a step of keys is whole panels");
 typedef float vf __attribute__((vector_size(kLanes * 4)));
 typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
 typedef vf vf_any __attribute__((aligned(4), may_alias));
+typedef vi vi_any __attribute__((aligned(2), may_alias));
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
@@ -62,6 +65,20 @@ inline uint32_t as_bits(float x) {
   return bits;
 }
 
+inline vi load_16(const uint16_t* p) { return *reinterpret_cast<const vi_any*>(p); }
+inline void store_16(uint16_t* p, vi x) { *reinterpret_cast<vi_any*>(p) = x; }
+
+inline vi load_16(const uint16_t* p, int n) {  // elements from n on are 0, and not read
+  if (n >= kWide) return load_16(p);
+#if defined(__AVX512BW__)
+  return (vi)_mm512_maskz_loadu_epi16(n > 0 ? ~0u >> (32 - n) : 0, p);
+#else
+  uint16_t x[kWide] = {};
+  if (n > 0) std::memcpy(x, p, size_t(n) * 2);
+  return load_16(x);
+#endif
+}
+
 // ---------------------------------------------------------------- element types
 struct F32 {
   using T = float;
@@ -84,6 +101,7 @@ struct BF16 {
     return (vf)x;
 #endif
   }
+  static vi words(const T* p, int n, const float*) { return load_16(p, n); }
   static float one(const T* p, const float*) { return as_float(uint32_t(*p) << 16); }
 };
 
@@ -117,13 +135,39 @@ struct F16 {
   static float one(const T* p, const float*) { return half_to_float(*p); }
 };
 
-struct F8 {  // any 8-bit type: the table has its 256 values
+struct F8 {  // any 8-bit type: the table has its 256 values, and behind them the same in bfloat16; code 0 is 0
   using T = uint8_t;
+#if defined(__AVX512BW__)
+  static __m512i look_up(__m512i code, const float* table) {  // 16-bit codes to bfloat16: a fifth of the time of single loads (Zen 4)
+    const float* t = table + 256;
+    auto quarter = [&](int i) { return _mm512_permutex2var_epi16(_mm512_loadu_si512(t + 32 * i), code, _mm512_loadu_si512(t + 32 * i + 16)); };
+    const __mmask32 odd = _mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), upper = _mm512_test_epi16_mask(code, _mm512_set1_epi16(128));
+    return _mm512_mask_blend_epi16(upper, _mm512_mask_blend_epi16(odd, quarter(0), quarter(1)), _mm512_mask_blend_epi16(odd, quarter(2), quarter(3)));
+  }
+  static vf load(const T* p, const float* table) {
+    return (vf)_mm512_slli_epi32(look_up(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), table), 16);
+  }
+  static vi words(const T* p, int n, const float* table) {
+    const __m256i codes = n >= kWide ? _mm256_loadu_si256((const __m256i*)p) : _mm256_maskz_loadu_epi8(n > 0 ? ~0u >> (32 - n) : 0, p);
+    return (vi)look_up(_mm512_cvtepu8_epi16(codes), table);
+  }
+#else
   static vf load(const T* p, const float* table) {
     vf x{};
     for (int i = 0; i < kLanes; i++) x[i] = table[p[i]];
     return x;
   }
+  static vi words(const T* p, int n, const float* table) {
+    const uint16_t* t = reinterpret_cast<const uint16_t*>(table + 256);
+    typedef uint16_t v16 __attribute__((vector_size(kWide * 2)));
+    v16 x{};
+    if (n >= kWide)
+      for (int i = 0; i < kWide; i++) x[i] = t[p[i]];
+    else
+      for (int i = 0; i < n; i++) x[i] = t[p[i]];
+    return (vi)x;
+  }
+#endif
   static float one(const T* p, const float* table) { return table[*p]; }
 };
 
