@@ -366,11 +366,15 @@ void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t 
   std::memset(weights + rows * w_stride, 0, size_t((padded - rows) * w_stride) * sizeof(float));
   const Logit logit = logit_of(p, t, t.head);
 
-  Block block;
-  for (int64_t first = begin; first < end; first += kKeys) {
-    find_keys(p, t, first, end, block);
+  const int64_t size = size_of(s.kv_type);
+  Block blocks[2];
+  find_keys(p, t, begin, end, blocks[0]);
+  for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
+    const Block &block = blocks[turn], &next = blocks[turn ^ 1];
+    find_keys(p, t, first + kKeys, end, blocks[turn ^ 1]);
     kernel.keys_to_panels({block.k, 0, block.n}, dim, keys, wide, p.a.values);
     kernel.values_to_panels({block.v, 0, block.n}, dim_v, values, kKeys / depth, p.a.values);
+    Ahead{next.k, next.n, dim * size}.ask(INT64_MAX), Ahead{next.v, next.n, dim_v * size}.ask(INT64_MAX);  // packing waits for memory otherwise
     for (int c = 0; c < kKeys; c += kPanel)
       for (int r = 0; r < padded; r += kRows) {
         const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
