@@ -4,5 +4,6 @@
 using namespace portattn;
 
 extern "C" __global__ void __launch_bounds__(128) portattn_merge(const __grid_constant__ MergeParams p) {
+  await_launch_before();
   merge<PA_T, 128>(p, block_x());
 }

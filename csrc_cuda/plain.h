@@ -9,8 +9,8 @@
 //            blocks to arrive merges. A part whose end cuts a tile begins with that tile, whose other part its next block begins
 //            with: so the states have arrived long before the blocks end.
 // Loading    A wave takes 16 keys of every unit, apart from the others: its copies run kStages units ahead, over the ends of
-//            tiles; the next tile's q is fetched beside them. Rows of whole 128-byte lines land line on line, their pieces
-//            turned by the row's number (decode.h).
+//            tiles, and leave L2 first; the next tile's q is fetched beside them. Rows of whole 128-byte lines land line on line,
+//            their pieces turned by the row's number (decode.h).
 // Products   Keys are rows: S^T (16 keys x 8 heads) = K Q^T and O^T (kD x 8) += V^T P^T on m16n8k16, so that eight columns are
 //            enough and nothing is computed for heads that do not exist.
 // Numerics   float32 accumulation; probabilities rounded to q's type. A row's base is a maximum seen before, raised when a score
@@ -225,11 +225,11 @@ struct PlainDecode {
       const int r = lane / kPieces, d = lane % kPieces * kEach;
       if (count >= kKeys) {
 #pragma unroll
-        for (int i = 0; i < kKeys / kStep; ++i) copy_async16(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep));
+        for (int i = 0; i < kKeys / kStep; ++i) copy_async16_once(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep));
       } else {
 #pragma unroll 1
         for (int i = 0; i < kKeys / kStep; ++i)
-          copy_async16(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep), r + i * kStep < count ? 16 : 0);
+          copy_async16_once(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep), r + i * kStep < count ? 16 : 0);
       }
     } else {
       // After kPeriod of these copies a lane is in the column of its first again, kStep rows below: one address for all of those.
@@ -241,7 +241,7 @@ struct PlainDecode {
         const C* at = from + static_cast<i64>(row) * first + d;
 #pragma unroll
         for (int r = 0; r < kKeys; r += kStep)
-          copy_async16(to + place_of(first + r, d), at + static_cast<i64>(row) * r, first + r < count ? 16 : 0);
+          copy_async16_once(to + place_of(first + r, d), at + static_cast<i64>(row) * r, first + r < count ? 16 : 0);
       }
     }
   }

@@ -40,8 +40,19 @@ PA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_gen
 PA_DEVICE void copy_async16(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
 }
-PA_DEVICE void copy_async16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+// The same of what nobody reads again: it is the first to leave L2, where tables, lengths and states stay.
+PA_DEVICE u64 first_to_leave() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+PA_DEVICE void copy_async16_once(void* shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+               "l"(first_to_leave()) : "memory");
+}
+PA_DEVICE void copy_async16_once(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "l"(first_to_leave()) : "memory");
 }
 PA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `kPending` of this thread's groups are unfinished.
@@ -90,7 +101,7 @@ PA_DEVICE int atomic_add(int* p, int x) {
 }
 
 // Launches that overlap (Hopper on): the next one of the stream may begin once every block of this one has said so or ended, if it was
-// launched to; it says where it needs the one before complete, which it is then.
+// launched to; it says where it needs the one before complete, which it is then. Elsewhere, and of other launches, both are nothing.
 PA_DEVICE void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

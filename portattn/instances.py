@@ -70,7 +70,8 @@ QUEUES = 4  # counters that the mixed kernel has besides
 class Limits(NamedTuple):
     """What a device gives its blocks: shared memory of one block and of one multiprocessor, bytes; multiprocessors; lanes of a
     wave; whether keys wait in registers, for devices without asynchronous copies (AMD): shared memory is static there; whether it
-    has wgmma (Hopper), and clusters of 16 blocks (Hopper, data centre Blackwell)."""
+    has wgmma (Hopper), and clusters of 16 blocks (Hopper, data centre Blackwell); whether a launch may begin before the last blocks
+    of the one before have ended (Hopper on, CUDA 12.3 on, whose graphs keep that)."""
 
     shared_block: int
     shared_sm: int
@@ -79,6 +80,7 @@ class Limits(NamedTuple):
     staged: bool = False
     wgmma: bool = False
     clusters: bool = False
+    overlap: bool = False
 
 
 def head_dim_of(dim: int, dim_v: int) -> int:

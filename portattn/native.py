@@ -397,14 +397,14 @@ def record(packed: bytearray, config: LaunchConfig | None = None, maps: KvMaps |
 class Launcher:
     """A kernel bound to constants and a grid: patches pointers and launches. Safe to use from several threads at once.
 
-    `cluster`: blocks of a column that run together. `overlapping`: the kernel may run beside the stream's launch before, whose kernel says
-    from when on, where the driver can. `maps` makes the kernel's second argument, if it has one.
+    `cluster`: blocks of a column that run together. `overlapping`: its blocks may begin before the stream's launch before has ended, whose
+    kernel says from when on; it waits for that one where it needs to. `maps` makes the kernel's second argument, if it has one.
     """
 
     def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], grid: tuple[int, int], threads: int,
                  about: str, cluster: int = 1, overlapping: bool = False, maps: Callable[[], KvMaps] | None = None):
         self.cluster, self.overlapping, self.maps = cluster, overlapping, maps
-        self.plainly = cluster == 1 and not (overlapping and function.driver.launch_ex)  # without attributes
+        self.plainly = cluster == 1 and not overlapping  # without attributes
         self.function, self.grid, self.threads, self.about = function, grid, threads, about
         self.fields, self.values = fields, values
         self.pointers = struct.Struct(f"<{pointers(fields)}Q").pack_into
@@ -524,7 +524,7 @@ class Append(_Bound):
         self.tokens = values["tokens"] if values["heads_kv"] else 0
         if self.tokens:
             function = device.function(small_instance("append", dtype, kv_dtype), 0)
-            self.launch = Launcher(function, APPEND, values, (self.tokens, 1), SMALL_THREADS, about)
+            self.launch = Launcher(function, APPEND, values, (self.tokens, 1), SMALL_THREADS, about, overlapping=device.limits.overlap)
 
     def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None, k_scale: Any, v_scale: Any,
                  call: Call | None = None) -> None:
@@ -549,7 +549,7 @@ class Merge(_Bound):
         if self.rows:
             function = device.function(small_instance("merge", str(outs.dtype)[6:]), 0)
             blocks = -(-self.rows // (SMALL_THREADS // 32))
-            self.launch = Launcher(function, MERGE, values, (blocks, 1), SMALL_THREADS, about)
+            self.launch = Launcher(function, MERGE, values, (blocks, 1), SMALL_THREADS, about, overlapping=device.limits.overlap)
 
     def __call__(self, outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self.there():
@@ -599,12 +599,12 @@ class Attention(_Bound):
         places = [(i, Call._fields.index(names.get(name, name))) for i, (name, _) in enumerate(ATTENTION[5:15], 5)]
         self.present = [(place, field) for place, field in places if isinstance(call[field], Tensor)]
 
-    def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1, overlapping: bool = False) -> Launcher:
+    def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1) -> Launcher:
         function, maps = self.device.function(shape.instance, shape.shared), None
         if shape.keys:
             maps, mapped = kv_maps(self.device.driver.encode_map, call, shape.keys, values["flags"])
             values = values | {"flags": values["flags"] | mapped}
-        return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, overlapping, maps)
+        return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, self.device.limits.overlap, maps)
 
     def _plain_launcher(self, call: Call, dim: int, blocks: int) -> Launcher | None:
         """plain.h in clusters of at most so many blocks; None where the device does not run its clusters all at once."""
@@ -642,7 +642,7 @@ class Attention(_Bound):
             self.before = self._plain_launcher(call, dim, limits.sms // 2)
         if self.before is not None:
             self.plain = True
-            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | TILED}, grid, overlapping=True)
+            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | TILED}, grid)
             return
         self.launch = self._launcher(call, shape, values, grid)
         few = decode_shape(problem.dtype, problem.kv_dtype, dim, limits)

@@ -44,11 +44,12 @@ def _device(index: int) -> native.Device:
     props = torch.cuda.get_device_properties(index)
     arch = facts(device).arch
     known = limits_of(arch)  # where torch does not say (before 2.7)
-    newest = builds_hopper(arch)
+    newest, loaded = builds_hopper(arch), driver("cuda")
     limits = native.Limits(getattr(props, "shared_memory_per_block_optin", known.shared_block),
                            getattr(props, "shared_memory_per_multiprocessor", known.shared_sm), props.multi_processor_count,
-                           wgmma=known.wgmma and newest, clusters=known.clusters and newest)
-    return native.Device(driver("cuda"), device, arch, limits)
+                           wgmma=known.wgmma and newest, clusters=known.clusters and newest,
+                           overlap=int(arch[3:]) >= 90 and loaded.launch_ex is not None and loaded.version() >= 12030)
+    return native.Device(loaded, device, arch, limits)
 
 
 DIALECT = True  # the kernels read lengths, and write lse, as the caller says

@@ -154,6 +154,41 @@ def test_mixed_batches_whose_launches_overlap_are_right_in_every_replay_and_befo
         assert all(torch.equal(x, want) for x in seen)
 
 
+def test_launches_that_begin_early_read_what_the_ones_before_wrote():
+    """Each step's query, new key and new value are the last one's result; torch's own kernels come in between, or do not."""
+    steps, start = 40, [700, 1, 90, 300]
+    (q, k, v, table, lens), _ = problem(start, (1,), (8, 2), 64, 64, 16, torch.bfloat16)
+    room = torch.arange(k.shape[0], k.shape[0] + 16, dtype=torch.int32).view(4, 4)  # pages for 40 more tokens each
+    table = torch.cat((table[:, :-2], room), 1)
+    for b, n in enumerate(start):
+        table[b, -(-n // 16) :][:4] = room[b]
+    k, v = (torch.cat((x, torch.zeros(16, *x.shape[1:], dtype=x.dtype))).cuda() for x in (k, v))
+    q, table, lens = q.cuda(), table.cuda(), lens.cuda()
+    lens = [lens + i + 1 for i in range(steps)]
+
+    def chain(wait):
+        q_now, caches, seen = q, (k.clone(), v.clone()), []
+        for i in range(steps):
+            new = q_now[:, :, :2].contiguous() if i % 3 else q_now[:, :, :2]
+            q_now = portattn.attention_paged(q_now, *caches, table, lens[i], k=new, v=new, causal=True, backend="cuda")
+            seen.append(q_now)
+            if wait:
+                torch.cuda.synchronize()
+        return torch.stack(seen), *(x.nan_to_num(7.0) for x in caches)
+
+    want = chain(wait=True)
+    assert not want[0].isnan().any() and not torch.equal(want[0][-1], want[0][-2])
+    for _ in range(20):
+        assert all(map(torch.equal, chain(wait=False), want))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(wait=False)
+    for _ in range(20):
+        got[0].fill_(float("nan"))
+        graph.replay()
+        assert all(map(torch.equal, got, want))
+
+
 def test_eight_threads_on_their_own_streams():
     args, options = problem((3000, 200), (1,), (8, 2), 64, 64, 16, torch.float16, causal=True)
     want, _ = on_gpu(args, options)

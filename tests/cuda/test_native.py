@@ -194,7 +194,7 @@ def hopper(device):
     """The fake device with clusters; HIP's driver has none whatever the limits say."""
     if device.driver.vendor.name == "hip":
         pytest.skip("device: HIP has no clusters")
-    device.limits = LIMITS._replace(sms=64, wgmma=True, clusters=True)
+    device.limits = LIMITS._replace(sms=64, wgmma=True, clusters=True, overlap=True)
     return device
 
 
@@ -226,11 +226,11 @@ def test_without_clusters_the_general_kernel_serves(device):
 
 def test_a_line_is_a_cluster_as_large_as_the_device_runs_all_at_once(hopper, monkeypatch):
     native.Attention(hopper, plain(), problem())(plain())
-    assert launches(hopper)[-1].startswith("launch grid 2 16 1 block 256 1 1") and launches(hopper)[-1].endswith("stream 0x90 cluster 1 16 1")
+    assert launches(hopper)[-1].startswith("launch grid 2 16 1 block 256 1 1") and launches(hopper)[-1].endswith("stream 0x90 cluster 1 16 1 overlapping 1")
     assert any(x == "attribute 14 1" for x in log(hopper.library)), "more than 8 blocks are asked for first"
     monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "24")
     native.Attention(hopper, plain(), problem())(plain())
-    assert launches(hopper)[-1].startswith("launch grid 2 8 1 ") and launches(hopper)[-1].endswith("cluster 1 8 1")
+    assert launches(hopper)[-1].startswith("launch grid 2 8 1 ") and launches(hopper)[-1].endswith("cluster 1 8 1 overlapping 1")
     monkeypatch.setenv("FAKE_BLOCKS_IN_CLUSTERS", "1")
     run = native.Attention(hopper, plain(), problem())
     run(plain())
@@ -359,15 +359,28 @@ def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):
     run = native.Attention(hopper, ragged(), problem())
     run(ragged())
     first, second = launches(hopper)[-2:]
-    assert first.startswith("launch grid 2 16 1 ") and first.endswith("cluster 1 16 1") and second.endswith("overlapping 1")
+    assert first.startswith("launch grid 2 16 1 ") and first.endswith("cluster 1 16 1 overlapping 1") and second.endswith("overlapping 1")
     assert "plain" in run.before.function.what and "ragged1" in run.before.function.what and "prefill_sm90" in run.launch.function.what
     assert seen(hopper)["flags"] & native.TILED and seen(hopper)["cu_q"]
+
+
+def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device_can(hopper):
+    new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
+    calls = [plain(), paged(k_new=new, v_new=new), ragged(softcap=3.0), chunk()]
+    for can, said in (True, "overlapping 1"), (False, "stream 0x90"):
+        hopper.limits = hopper.limits._replace(overlap=can, clusters=False)
+        before = len(launches(hopper))
+        for call in calls:
+            native.Attention(hopper, call, problem(q_len="extend"))(call)
+        outs, lses = torch.zeros(2, 3, 8, 64), torch.zeros(2, 3, 8)
+        native.Merge(hopper, outs, lses, None, "")(outs, lses, None)
+        assert len(launches(hopper)) - before == 7 and all(x.endswith(said) for x in launches(hopper)[before:])
 
 
 def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):
     run = native.Attention(hopper, ragged(softcap=3.0), problem())
     run(ragged(softcap=3.0))
-    assert run.before.function.what.startswith("decode") and not any("overlapping" in x or "cluster" in x for x in launches(hopper))
+    assert run.before.function.what.startswith("decode") and not any("cluster" in x for x in launches(hopper))
     assert run.before.values["flags"] & native.TILED and not run.launch.values["flags"] & native.TILED
 
 

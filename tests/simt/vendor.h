@@ -53,7 +53,7 @@ inline void copy_async16(void* shared, const void* global, int bytes) {
   if (early) std::memcpy(shared, c.bytes, 16);
   else simt::lane().open.push_back(c);
 }
-inline void copy_async16(void* shared, const void* global) { copy_async16(shared, global, 16); }
+inline void copy_async16_once(void* shared, const void* global, int bytes = 16) { copy_async16(shared, global, bytes); }
 inline void copy_commit() {
   simt::lane().groups.push_back(std::move(simt::lane().open));
   simt::lane().open.clear();
