@@ -1,4 +1,4 @@
-"""8-bit caches: every code is widened exactly, and bfloat16 queries take products of pairs where the CPU has them."""
+"""8-bit caches: every code is widened exactly, bfloat16 queries take products of pairs where the CPU has them, and the backend serves them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import portattn
 from portattn import registry
+from portattn.problem import Problem
 
 from .conftest import EMULATED, choose, sets
 
@@ -76,3 +77,11 @@ def test_only_bfloat16_queries_take_pairs(any_isa, dtype, rows):
         assert not out.any()
     else:
         torch.testing.assert_close(out.float(), torch.full(out.shape, 0.001 / 1.5005), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("q_len", ["decode", "extend", "prefill"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("arch, first", [("x86_64", "cpu"), ("x86_64_avx512", "cpu"), ("x86_64_amx", "cpu"), ("aarch64", "sdpa")])
+def test_who_serves_8_bit_caches(arch, first, dtype, q_len):
+    problem = Problem("paged", "cpu", arch, dtype, "float8_e4m3fn", 8, 2, 64, 64, 16, q_len, causal=True, kv_scale=True)
+    assert registry._by_capability(("sdpa", "cpu"), problem, 0)[0] == first
