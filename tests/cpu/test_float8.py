@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -85,3 +86,15 @@ def test_only_bfloat16_queries_take_pairs(any_isa, dtype, rows):
 def test_who_serves_8_bit_caches(arch, first, dtype, q_len):
     problem = Problem("paged", "cpu", arch, dtype, "float8_e4m3fn", 8, 2, 64, 64, 16, q_len, causal=True, kv_scale=True)
     assert registry._by_capability(("sdpa", "cpu"), problem, 0)[0] == first
+
+
+def test_values_are_the_cpus_whatever_the_default_device(monkeypatch):
+    cpu = importlib.import_module("portattn.backends.cpu")
+    monkeypatch.setenv("PORTATTN_VERIFY", "0")  # a check would have asked for them before
+    registry.forget()
+    cpu._values.cache_clear()
+    q, cache, table = torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8).to(torch.float8_e5m2fnuz), torch.zeros(1, 1, dtype=torch.int32)
+    lens = torch.ones(1, dtype=torch.int32)
+    with torch.device("meta"):
+        out = portattn.attention_paged(q, cache, cache, table, lens, backend="cpu")
+    assert torch.equal(out, q)
