@@ -427,6 +427,10 @@ def attention_paged(
 
 def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q=None, k=None, v=None, rotary_cos=None,
                      rotary_sin=None, k_scale=None, v_scale=None, alibi_slopes=None, sinks=None, out=None, **_):
+    if bound.direct is not None:  # without a Call: a third of what such a call costs in Python
+        got = bound.direct(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale, out)
+        if got is not None:
+            return got
     n, given = bound.normal, out
     if given is not None:
         _check_overlap(bound, given, _PAGED_INPUTS, q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)

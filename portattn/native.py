@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from . import dialect
+from . import dialect, overlaps
 from .driver import Driver, Function, LaunchConfig
 from .errors import KernelError
 from .instances import (
@@ -45,6 +45,7 @@ from .instances import (
     staged_prefill_shape,
 )
 from .problem import Call, Problem
+from .registry import DIRECT
 from .tensor_map import ALIGNMENT, BYTES, SWIZZLE_128, TensorMap
 
 # ------------------------------------------------------------------ structs
@@ -379,19 +380,21 @@ def kv_maps(encode: Any, call: Call, keys: int, flags: int) -> tuple[Callable[[]
 
 # ------------------------------------------------------------------ launches
 class Record(NamedTuple):
-    """A struct ready to be patched, and the pointer to it that a launch takes."""
+    """A struct ready to be patched, and the pointers to it, and to its config, that a launch takes."""
 
     buffer: bytearray
     arguments: ctypes.Array
     pointer: ctypes.c_void_p  # to arguments
     config: LaunchConfig | None = None  # of a launch with attributes
+    at_config: ctypes.c_void_p | None = None
     maps: KvMaps | None = None
 
 
 def record(packed: bytearray, config: LaunchConfig | None = None, maps: KvMaps | None = None) -> Record:
     buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
     arguments = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), maps and maps.address)
-    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)), config, maps)
+    at_config = None if config is None else ctypes.c_void_p(ctypes.addressof(config))
+    return Record(packed, arguments, ctypes.c_void_p(ctypes.addressof(arguments)), config, at_config, maps)
 
 
 class Launcher:
@@ -437,7 +440,7 @@ class Launcher:
         if config is None:
             return self.raw(stream, item.pointer, None)
         config.stream = stream
-        return self.extended(ctypes.byref(config), self.handle, item.pointer, None)
+        return self.extended(item.at_config, self.handle, item.pointer, None)
 
 
 def _address(x: Tensor | None) -> int:
@@ -574,7 +577,7 @@ class Attention(_Bound):
         self.launch, self.plain, self.before, self.general = None, False, None, None
         self.workspaces = device.workspaces
         self.out_shape, self.out_dtype, self.place = tuple(out.shape), out.dtype, out.device
-        self.lse_shape = dialect.lse_shape(call)
+        self.lse_shape, self.lse_wanted = dialect.lse_shape(call), call.return_lse
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
@@ -598,6 +601,15 @@ class Attention(_Bound):
                  "alibi": "alibi_slopes"}
         places = [(i, Call._fields.index(names.get(name, name))) for i, (name, _) in enumerate(ATTENTION[5:15], 5)]
         self.present = [(place, field) for place, field in places if isinstance(call[field], Tensor)]
+        self._prepare_direct(call)
+
+    def _prepare_direct(self, call: Call) -> None:
+        """What `direct` needs; a call that appends, or turns q, is not taken that way."""
+        names = [Call._fields[field] for _, field in self.present]
+        self.taken_directly = call.block_table is not None and self.append is None and call.rotary_cos is None
+        self.q_mask = 15 if self.plain else 0
+        self.more = [(place, DIRECT.index(name)) for (place, _), name in zip(self.present, names) if name in DIRECT]
+        self.reaches = overlaps.Reaches(call.out, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
 
     def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1) -> Launcher:
         function, maps = self.device.function(shape.instance, shape.shared), None
@@ -666,6 +678,31 @@ class Attention(_Bound):
             self.append(call.k_new, call.v_new, call.k, call.v, None, call.k_scale, call.v_scale, call)
         if not self.empty:
             self._run(call, out, lse)
+        return out if lse is None else (out, lse)
+
+    def direct(self, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, kv_lens: Tensor, *others_and_out: Tensor | None) -> Any:
+        """`__call__` on the tensors of a paged call, without a Call: registry.Bound.direct."""
+        if not self.there():
+            return None
+        given = out = others_and_out[-1]
+        if out is None:
+            out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.place)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, kv_lens.data_ptr(), block_table.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0,
+                     *(self.workspaces.get(stream, self.room) if self.room else (0, 0))]
+        if (addresses[1] | addresses[2]) & self.kv_mask or addresses[3] & self.out_mask or addresses[0] & self.q_mask:
+            return None
+        if given is not None and self.reaches.near(addresses, others_and_out[1], others_and_out[2]):
+            return None
+        for place, nth in self.more:
+            addresses[place] = others_and_out[nth].data_ptr()
+        lse = None
+        if self.lse_wanted:
+            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.place)
+            addresses[4] = lse.data_ptr()
+        if self.before is not None:
+            self.before(stream, 0, addresses)
+        self.launch(stream, 0, addresses)
         return out if lse is None else (out, lse)
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:

@@ -26,6 +26,8 @@ class NativeBackend:
         if run is None:
             run = _nothing if _is_nothing(call) else native.Attention(self.device(call.q.device.index), call, bound.problem)
             bound.state["run"] = run
+            if bound.verbatim and getattr(run, "taken_directly", False):
+                bound.direct = run.direct
         return run(call)
 
     def cache_append(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:

@@ -21,6 +21,30 @@ def reach(x: Tensor) -> int:
     return (sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
+class Reaches:
+    """How far `out` and inputs reach, for a first look at calls like one of these: None is a tensor that it has not."""
+
+    __slots__ = ("out", "first", "others")
+
+    def __init__(self, out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None):
+        self.out = 0 if out is None else reach(out)
+        self.first = [reach(x) for x in (q, k, v)]
+        self.others = [(n, reach(x)) for n, x in enumerate(others) if x is not None]
+
+    def near(self, addresses: list[int], *others: Tensor | None) -> bool:
+        """Whether an input may share memory with out; `addresses` begin with q's, k's, v's and out's."""
+        q, k, v = self.first
+        at_q, at_k, at_v, at = addresses[:4]
+        end = at + self.out
+        if at_q < end and at < at_q + q or at_k < end and at < at_k + k or at_v < end and at < at_v + v:
+            return True
+        for n, far in self.others:
+            other = others[n].data_ptr()
+            if other < end and at < other + far:
+                return True
+        return False
+
+
 def meet(x: Tensor, out: Tensor, offset: int) -> bool:
     """Whether x, which begins `offset` bytes after `out`, shares a byte with it."""
     runs = [_runs(tuple(t.shape), t.stride(), t.element_size()) for t in (x, out)]

@@ -6,6 +6,7 @@ of all tensors of a call in one C call, a few tenths of a microsecond where a ke
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Callable
 
 import torch
@@ -23,7 +24,7 @@ OPTIONS = 64  # sets of options that are kept
 KINDS = 8  # kinds of tensors that are kept with each, looked at one after the other
 _WAITING = 4
 _is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
-_grad_mode, _is_nested = torch.is_grad_enabled, torch._C.TensorBase.is_nested.__get__
+_grad_mode, _is_nested = torch.is_grad_enabled, operator.attrgetter("is_nested")
 _order = registry.current_order
 _state = config.call_state
 
@@ -78,7 +79,7 @@ class Recent:
             for check, kept in self.kinds.get((options, _order(), _state(), _grad_mode()), ()):
                 if check(*tensors):
                     return kept
-        except TypeError:  # an option that is mutable, or something that is no tensor: validation says what is wrong
+        except (AttributeError, TypeError):  # an option that is mutable, or something that is no tensor: validation says what is wrong
             return None
         return self.find(*_apart(options, tensors)) if len({*map(id, tensors)}) < len(tensors) else None
 

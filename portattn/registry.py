@@ -57,10 +57,14 @@ class Choice(NamedTuple):
         return "\n".join(lines + table(self.rejected))
 
 
+DIRECT = ("cu_seqlens_q", "alibi_slopes", "sinks", "k_scale", "v_scale")  # of Bound.direct, by their names in a Call
+
+
 class Bound:
     """A problem bound to the backend that serves it, for calls of exactly the same shapes and options."""
 
-    __slots__ = ("problem", "backend", "capability", "adapter", "run", "state", "rejected", "normal", "extra", "reaches")
+    __slots__ = ("problem", "backend", "capability", "adapter", "run", "state", "rejected", "normal", "extra", "reaches",
+                 "direct")
 
     def __init__(self, problem: Problem, backend: str, capability: Capability, adapter: Any, rejected: dict):
         self.problem, self.backend, self.capability, self.adapter = problem, backend, capability, adapter
@@ -70,6 +74,16 @@ class Bound:
         self.normal = None  # api.py: the call's normalised numbers
         self.extra = None  # api.py: what must be viewed or copied before the backend sees it
         self.reaches = None  # api.py: how far the inputs and out reach, once an out was given
+        # Of the adapter, once it has run, for a paged call: takes q, the caches, block_table, kv_lens, DIRECT's tensors and out (None: those that
+        # the call has not), and answers as the call does; None, and nothing done, where a Call has to be looked at: another device is
+        # current, pointers are aligned in another way, `out` may meet an input.
+        self.direct: Callable | None = None
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the backend gets the call's tensors as they were given, and what it returns is what the call returns."""
+        n = self.normal
+        return n is not None and self.extra is None and not (n.convert or n.check or n.lse_after or n.swap)
 
 
 class _Entry:

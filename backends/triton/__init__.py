@@ -59,6 +59,8 @@ def attention(call: Call, bound: Any) -> Tensor | tuple[Tensor, Tensor]:
         from .calls import Attention
 
         run = bound.state["triton"] = Attention(call)
+        if bound.verbatim and run.taken_directly:
+            bound.direct = run.direct
     return run(call)
 
 

@@ -9,8 +9,9 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from portattn import config, dialect
+from portattn import config, dialect, overlaps
 from portattn.problem import Call
+from portattn.registry import DIRECT
 
 from . import launch as launching
 from . import schedule
@@ -203,6 +204,7 @@ class Attention:
         self.variants: dict[tuple[bool, bool, bool], tuple] = {}
         self.append = Append(call) if call.k_new is not None and not self.empty else None
         self.shape = self._shape(call)
+        self._prepare_direct(call)
 
     # ---- worked out once
 
@@ -393,6 +395,30 @@ class Attention:
                 self._launch(call, out, lse)
         return (out, lse) if self.has_lse else out
 
+    def _prepare_direct(self, call: Call) -> None:
+        """What `direct` needs; a call that appends, or turns q, is not taken that way."""
+        self.numbers = self._numbers(call)
+        names = ("block_table", "kv_lens", *DIRECT)
+        known = all(name in names for name, _ in self.tensors)
+        self.taken_directly = self.layout == "paged" and known and self.append is None and not (self.empty or self.interpreted)
+        if self.taken_directly:
+            self.order = [names.index(name) for name, _ in self.tensors]
+            self.reaches = overlaps.Reaches(call.out, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
+
+    def direct(self, q: Tensor, k: Tensor, v: Tensor, *others_and_out: Tensor | None) -> Any:
+        """`__call__` on the tensors of a paged call, without a Call: registry.Bound.direct."""
+        index, given = self.index, others_and_out[-1]
+        if _current_device() != index:
+            return None
+        out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device) if given is None else given
+        pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
+        ready = self.variants.get(self._variant(*pointers))
+        if ready is None or given is not None and self.reaches.near(pointers, others_and_out[3], others_and_out[4]):
+            return None
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device) if self.has_lse else None
+        self._enqueue(ready, _current_stream(index), pointers, lse, [others_and_out[n] for n in self.order])
+        return out if lse is None else (out, lse)
+
     def _viewed(self, call: Call) -> Call:
         """The call with q, k and v themselves, where it gives the tensors that hold them."""
         if call.within is None:
@@ -421,23 +447,28 @@ class Attention:
         stream = _current_stream(index)
         if self.append is not None:
             self.append(call, stream)
-        numbers = self._numbers(call)
         pointers = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()]
         if call.within is not None:
             pointers[:3] = [pointer + place for pointer, place in zip(pointers, call.within)]
-        pq, pk, pv, po = pointers
-        variant = (self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k, numbers[0] < 0)
+        variant = self._variant(*pointers)
         ready = self.variants.get(variant)
         if ready is None:
             ready = self.variants[variant] = self._prepare(self._viewed(call), *variant)
+        self._enqueue(ready, stream, pointers, lse, [getattr(call, name) for name, _ in self.tensors])
+
+    def _variant(self, pq: int, pk: int, pv: int, po: int) -> tuple[bool, bool, bool]:
+        return self.shape.aligned and not (pq | pk | pv | po) & 15, pk == pv and self.shape.v_in_k, self.numbers[0] < 0
+
+    def _enqueue(self, ready: tuple, stream: int, pointers: list[int], lse: Tensor | None, tensors: list[Tensor]) -> None:
+        """Launches with q's, k's, v's and out's pointers, and the tensors that self.tensors names."""
         launch, floats, stats, counters = ready
+        numbers = self.numbers
         if launch.described and floats == counters == 0:  # kernels.attend takes K and V as pointers, too
-            pointers[3:3] = (pk, pv)
+            pointers[3:3] = pointers[1:3]
         if lse is not None:
             pointers.append(lse.data_ptr())
         kept = None
-        for name, first in self.tensors:
-            t = getattr(call, name)
+        for t, (_, first) in zip(tensors, self.tensors):
             if first is not None:
                 t = first(t)
                 kept = (kept, t)  # alive until the launch is enqueued; the allocator is ordered by stream after that

@@ -362,6 +362,37 @@ def wrong(call, bound):
     return tuple(x + 0.5 for x in out) if isinstance(out, tuple) else out + 0.5
 
 
+def test_a_paged_call_that_an_adapter_takes_directly_needs_no_call_and_one_that_it_leaves_is_a_call():
+    cache, table, lens = torch.randn(4, 16, 2, 16), torch.tensor([[2, 0], [1, 3]]), torch.tensor([20, 5])
+    q, out, sinks, taken, answers = torch.randn(2, 1, 4, 16), torch.empty(2, 1, 4, 16), torch.randn(4), [], []
+
+    def run(call, bound):
+        if bound.verbatim:
+            bound.direct = lambda *tensors: taken.append(tensors) or (answers and answers.pop() or None)
+        return attention(call, bound)
+
+    def attend(**kw):
+        return portattn.attention_paged(q, cache, cache, table, lens, causal=True, **kw)
+
+    with toy("straight", run) as calls:
+        want = attend(sinks=sinks, out=out, backend="straight").clone()
+        assert not taken
+        for before in (len(calls), len(calls) + 1):  # left to a call, twice
+            assert torch.equal(attend(sinks=sinks, out=out, backend="straight"), want) and len(calls) == before + 1
+        assert len(taken) == 2 and all(a is b for a, b in zip(taken[-1], (q, cache, cache, table, lens, None, None, sinks, None, None, out)))
+        answer = torch.ones(())
+        answers.append(answer)
+        before = len(calls)
+        assert attend(sinks=sinks, out=out, backend="straight") is answer and len(calls) == before
+        with pytest.raises(portattn.ArgumentError, match="memory"):
+            attend(sinks=sinks, out=q, backend="straight")
+        del taken[:]
+        strided = torch.randn(2, 1, 4, 32)[..., ::2]  # is copied first
+        for _ in range(3):
+            portattn.attention_paged(strided, cache, cache, table, lens, backend="straight")
+        assert not taken
+
+
 def test_a_wrong_known_answer_quarantines_and_the_next_backend_serves(qkv):
     with toy(run=wrong, native=["cpu"]):
         with pytest.warns(RuntimeWarning, match="known answer"):

@@ -17,7 +17,8 @@ from portattn import dialect, manifest, native, verdicts
 from portattn.instances import limits_of
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
-from portattn.registry import Bound
+from portattn.registry import DIRECT, Bound
+from portattn.validate import Normal
 
 from .fakes import log, params
 
@@ -133,6 +134,63 @@ def test_rows_of_no_sequence_launch_nothing(device, starts, longest, append):
         out, lse = NativeBackend("cuda", lambda index: device).attention(call._replace(lse_form=form), bound)
         assert out.shape == (4, 8, 64) and out.dtype == q.dtype and lse.shape == shape and lse.dtype == torch.float32
     assert not [line for line in log(device.library) if "aunch" in line]
+
+
+def directly(run, call, **changed):
+    """`run.direct` on a call's tensors."""
+    t = call._replace(**changed)
+    return run.direct(t.q, t.k, t.v, t.block_table, t.kv_lens, *(getattr(t, name) for name in DIRECT), t.out)
+
+
+DIRECTLY = {
+    "general": paged(),
+    "without-out": paged(out=None),
+    "lse": paged(return_lse=True, out=None),
+    "everything": paged(alibi_slopes=torch.ones(8), sinks=torch.ones(8), k_scale=torch.ones(2), v_scale=torch.ones(3, 2), return_lse=True),
+    "ragged": paged(q=torch.zeros(3, 8, 64).bfloat16(), out=torch.zeros(3, 8, 64).bfloat16(), cu_seqlens_q=torch.tensor([0, 1, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("name", DIRECTLY)
+def test_a_call_taken_directly_launches_what_it_launches_otherwise(device, name):
+    call, bound = DIRECTLY[name], Bound(problem(lse=DIRECTLY[name].return_lse), "cuda", None, None, {})
+    bound.normal = Normal()
+    backend = NativeBackend("cuda", lambda index: device)
+    backend.attention(call, bound)
+    want, run = seen(device), bound.state["run"]
+    assert bound.direct == run.direct
+    device.library.fake_reset()
+    got = directly(run, call)
+    out, lse = got if call.return_lse else (got, None)
+    assert out is call.out or call.out is None and out.shape == run.out_shape and out.dtype == call.q.dtype
+    assert len([x for x in log(device.library) if x.startswith("launch")]) == 1
+    want |= {"out": out.data_ptr(), "lse": lse.data_ptr() if lse is not None else 0}
+    assert seen(device) == want
+
+
+def test_what_needs_a_closer_look_is_not_taken_directly(device, monkeypatch):
+    call = paged(sinks=torch.zeros(8, dtype=torch.bfloat16))
+    run = native.Attention(device, call, problem())
+    buffer = torch.zeros(call.q.numel() + 64, dtype=torch.bfloat16)
+    shifted = lambda t: torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    device.library.fake_reset()
+    for changed in (dict(k=shifted(call.k)), dict(v=shifted(call.v)), dict(out=call.q), dict(out=call.k.view(-1)[:1536].view(3, 1, 8, 64)),
+                    dict(q=buffer[:1536].view(3, 1, 8, 64), out=buffer[64:].view(3, 1, 8, 64)),
+                    dict(out=buffer[:1536].view(3, 1, 8, 64), sinks=buffer[8:16])):
+        assert directly(run, call, **changed) is None, changed.keys()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert directly(run, call) is None and not log(device.library)
+
+
+@pytest.mark.parametrize("changed", [dict(convert=1), dict(check=True), dict(lse_after=1), dict(swap=True), None], ids=str)
+def test_calls_whose_tensors_or_results_are_changed_are_not_taken_directly(device, changed):
+    bound = Bound(problem(), "cuda", None, None, {})
+    bound.normal, bound.extra = Normal(**changed or {}), None if changed else lambda *x: x
+    NativeBackend("cuda", lambda index: device).attention(paged(), bound)
+    assert bound.direct is None
+    new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
+    for call in (paged(k_new=new, v_new=new), paged(rotary_cos=torch.ones(64, 16), rotary_sin=torch.ones(64, 16))):
+        assert not native.Attention(device, call, problem()).taken_directly
 
 
 def test_empty_calls_launch_nothing(device):
