@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import platform
-from typing import ContextManager, NamedTuple
+from typing import Callable, ContextManager, NamedTuple, Sequence
 
 import torch
+from torch import Tensor
+
+try:
+    from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided  # what torch.compile's code makes its tensors with
+except ImportError:
+    _empty_strided = None
 
 
 class Facts(NamedTuple):
@@ -28,6 +35,15 @@ def vendor(device_type: str) -> str:
     if device_type == "cuda" and getattr(torch.version, "hip", None):
         return "hip"
     return device_type
+
+
+def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that makes an uninitialised contiguous tensor; on a GPU, which has to be the current one, a microsecond sooner than
+    torch.empty, which parses its arguments, where this torch lets one."""
+    if device.type == "cuda" and _empty_strided is not None:
+        strides = [math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape))]
+        return functools.partial(_empty_strided, tuple(shape), tuple(strides), dtype)
+    return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import dialect, overlaps
+from .device import maker
 from .driver import Driver, Function, LaunchConfig
 from .errors import KernelError
 from .instances import (
@@ -576,8 +577,8 @@ class Attention(_Bound):
         self.problem, self.values = problem, attention_values(call, out)
         self.launch, self.plain, self.before, self.general = None, False, None, None
         self.workspaces = device.workspaces
-        self.out_shape, self.out_dtype, self.place = tuple(out.shape), out.dtype, out.device
-        self.lse_shape, self.lse_wanted = dialect.lse_shape(call), call.return_lse
+        self.lse_wanted = call.return_lse
+        self.new_out, self.new_lse = maker(out.shape, out.dtype, out.device), maker(dialect.lse_shape(call), torch.float32, out.device)
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
@@ -672,8 +673,8 @@ class Attention(_Bound):
                 return self(call)
         out = call.out
         if out is None:
-            out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.place)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.place) if call.return_lse else None
+            out = self.new_out()
+        lse = self.new_lse() if call.return_lse else None
         if self.append is not None:
             self.append(call.k_new, call.v_new, call.k, call.v, None, call.k_scale, call.v_scale, call)
         if not self.empty:
@@ -686,7 +687,7 @@ class Attention(_Bound):
             return None
         given = out = others_and_out[-1]
         if out is None:
-            out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.place)
+            out = self.new_out()
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, kv_lens.data_ptr(), block_table.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0,
                      *(self.workspaces.get(stream, self.room) if self.room else (0, 0))]
@@ -698,7 +699,7 @@ class Attention(_Bound):
             addresses[place] = others_and_out[nth].data_ptr()
         lse = None
         if self.lse_wanted:
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.place)
+            lse = self.new_lse()
             addresses[4] = lse.data_ptr()
         if self.before is not None:
             self.before(stream, 0, addresses)

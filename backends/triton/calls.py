@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from portattn import config, dialect, overlaps
+from portattn.device import maker
 from portattn.problem import Call
 from portattn.registry import DIRECT
 
@@ -403,6 +404,7 @@ class Attention:
         self.taken_directly = self.layout == "paged" and known and self.append is None and not (self.empty or self.interpreted)
         if self.taken_directly:
             self.order = [names.index(name) for name, _ in self.tensors]
+            self.new_out, self.new_lse = maker(self.out_shape, call.q.dtype, self.device), maker(self.lse_shape, torch.float32, self.device)
             self.reaches = overlaps.Reaches(call.out, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
 
     def direct(self, q: Tensor, k: Tensor, v: Tensor, *others_and_out: Tensor | None) -> Any:
@@ -410,12 +412,12 @@ class Attention:
         index, given = self.index, others_and_out[-1]
         if _current_device() != index:
             return None
-        out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device) if given is None else given
+        out = self.new_out() if given is None else given
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
         ready = self.variants.get(self._variant(*pointers))
         if ready is None or given is not None and self.reaches.near(pointers, others_and_out[3], others_and_out[4]):
             return None
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device) if self.has_lse else None
+        lse = self.new_lse() if self.has_lse else None
         self._enqueue(ready, _current_stream(index), pointers, lse, [others_and_out[n] for n in self.order])
         return out if lse is None else (out, lse)
 

@@ -11,6 +11,7 @@ import torch
 
 import portattn
 from portattn import reference
+from portattn.device import maker
 from portattn.testing.tolerance import close_lse, close_out
 
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and torch.version.cuda), reason="device: no CUDA device")
@@ -187,6 +188,16 @@ def test_launches_that_begin_early_read_what_the_ones_before_wrote():
         got[0].fill_(float("nan"))
         graph.replay()
         assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 8, 64), (2, 3), (5,), (4, 0, 2), (0, 3), ()])
+def test_a_new_tensor_is_as_torch_would_make_it(shape):
+    make, want = maker(shape, torch.bfloat16, torch.device("cuda", 0)), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        assert make().is_inference()
+    got = make()
+    assert (got.shape, got.stride(), got.dtype, got.device) == (want.shape, want.stride(), want.dtype, want.device)
+    assert not got.is_inference() and not got.requires_grad and got.data_ptr() != make().data_ptr() or not got.numel()
 
 
 def test_eight_threads_on_their_own_streams():

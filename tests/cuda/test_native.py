@@ -162,7 +162,7 @@ def test_a_call_taken_directly_launches_what_it_launches_otherwise(device, name)
     device.library.fake_reset()
     got = directly(run, call)
     out, lse = got if call.return_lse else (got, None)
-    assert out is call.out or call.out is None and out.shape == run.out_shape and out.dtype == call.q.dtype
+    assert out is call.out or call.out is None and out.shape == call.q.shape and out.dtype == call.q.dtype
     assert len([x for x in log(device.library) if x.startswith("launch")]) == 1
     want |= {"out": out.data_ptr(), "lse": lse.data_ptr() if lse is not None else 0}
     assert seen(device) == want

@@ -69,7 +69,7 @@ def test_a_call_taken_directly_launches_what_it_launches_otherwise(launches, nam
     assert bound.direct == run.direct and run.taken_directly
     got = directly(run, call)
     out, lse = got if call.return_lse else (got, None)
-    assert out is call.out or call.out is None and out.shape == run.out_shape and out.dtype == call.q.dtype
+    assert out is call.out or call.out is None and out.shape == call.q.shape and out.dtype == call.q.dtype
     first, second = map(list, launches)
     assert second[4] == out.data_ptr() and (lse is None or second[5] == lse.data_ptr())
     for place in [4] * (call.out is None) + [5] * (lse is not None):  # results that are made anew
