@@ -279,8 +279,8 @@ Logit logit_of(const Plan& p, const Tile& t, int64_t head) {
 
 // Keys of a block, from its first, that rows [r, r + n) see.
 struct Seen {
-  int from = kKeys, to = 0;
-  Seen(const Row* row, int64_t n, int64_t first, int keys) {
+  int from, to = 0;
+  Seen(const Row* row, int64_t n, int64_t first, int keys) : from(keys) {
     for (int64_t i = 0; i < n; i++) {
       from = int(std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0)));
       to = int(std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, keys)));
@@ -354,40 +354,49 @@ void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t 
   const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), padded = int(up(rows, kRows));
   const int depth = kernel.pairs ? 2 : 1, places = kernel.places(dim);
   const int64_t q_places = up(dim, kWide) / depth + kLanes, o_stride = up(dim_v, kPanel);  // kLanes more: rows not a power of two apart
-  const int64_t q_size = up(padded * q_places, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kKeys, p_size = kernel.pairs ? s_size / 2 : 0;
-  const int64_t k_size = int64_t(kKeys) * places, v_size = kKeys / depth * o_stride, wide_size = kTurn * up(dim, 16);
+  const int64_t q_size = up(padded * q_places, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kManyKeys, p_size = kernel.pairs ? s_size / 2 : 0;
+  const int64_t k_size = int64_t(kManyKeys) * places, v_size = kManyKeys / depth * o_stride, wide_size = kTurn * up(dim, 16);
   float* q = scratch.take(q_size + o_size + s_size + p_size + k_size + v_size + wide_size + up(padded, 16));
   float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *keys = pairs + p_size, *values = keys + k_size, *wide = values + v_size;
   float *old = wide + wide_size, *weights = kernel.pairs ? pairs : score;
-  const int64_t w_stride = kKeys / depth;
+  const int64_t w_stride = kManyKeys / depth;
   std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
   Row* row = load_rows(p, t, kernel.pairs, q, q_places, wide, scratch);
   for (int r = rows; r < padded; r++) old[r] = 0;
   std::memset(weights + rows * w_stride, 0, size_t((padded - rows) * w_stride) * sizeof(float));
   const Logit logit = logit_of(p, t, t.head);
+  std::vector<Seen> seen;  // of each kRows rows
+  seen.reserve(size_t(padded / kRows));
 
   const int64_t size = size_of(s.kv_type);
-  Block blocks[2];
-  find_keys(p, t, begin, end, blocks[0]);
-  for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
-    const Block &block = blocks[turn], &next = blocks[turn ^ 1];
-    find_keys(p, t, first + kKeys, end, blocks[turn ^ 1]);
-    kernel.keys_to_panels({block.k, 0, block.n}, dim, keys, wide, p.a.values);
-    kernel.values_to_panels({block.v, 0, block.n}, dim_v, values, kKeys / depth, p.a.values);
-    Ahead{next.k, next.n, dim * size}.ask(INT64_MAX), Ahead{next.v, next.n, dim_v * size}.ask(INT64_MAX);  // packing waits for memory otherwise
-    for (int c = 0; c < kKeys; c += kPanel)
-      for (int r = 0; r < padded; r += kRows) {
-        const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
-        if (c < seen.to && c + kPanel > seen.from)
-          kernel.product(q + r * q_places, q_places, keys + int64_t(c) * places, places, score + r * kKeys + c, kKeys, nullptr);
-      }
+  Block blocks[2][kManyKeys / kKeys];
+  auto find = [&](int64_t from, Block* to) {
+    for (int j = 0; j < kManyKeys; j += kKeys) find_keys(p, t, from + j, end, to[j / kKeys]);
+  };
+  find(begin, blocks[0]);
+  for (int64_t first = begin, turn = 0; first < end; first += kManyKeys, turn ^= 1) {
+    const int n = int(std::min<int64_t>(kManyKeys, end - first));
+    find(first + kManyKeys, blocks[turn ^ 1]);
+    for (int j = 0; j < n; j += kKeys) {
+      const Block &block = blocks[turn][j / kKeys], &next = blocks[turn ^ 1][j / kKeys];
+      kernel.keys_to_panels({block.k, 0, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
+      kernel.values_to_panels({block.v, 0, block.n}, dim_v, values + j / depth * kPanel, kManyKeys / depth, p.a.values);
+      Ahead{next.k, next.n, dim * size}.ask(INT64_MAX), Ahead{next.v, next.n, dim_v * size}.ask(INT64_MAX);  // packing waits for memory otherwise
+    }
+    seen.clear();
+    for (int r = 0; r < padded; r += kRows) seen.emplace_back(row + r, std::min(kRows, rows - r), first, n);
+    for (int c = 0; c < n; c += kPanel)
+      for (int r = 0; r < padded; r += kRows)
+        if (c < seen[r / kRows].to && c + kPanel > seen[r / kRows].from)
+          kernel.product(q + r * q_places, q_places, keys + int64_t(c) * places, places, score + r * kManyKeys + c, kManyKeys, nullptr);
+    const int whole = int(up(n, kPanel));
     for (int r = 0; r < rows; r++)
-      old[r] = softmax(score + r * kKeys, 0, kKeys, first, row[r], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kKeys : nullptr);
+      old[r] = softmax(score + r * kManyKeys, 0, whole, first, row[r], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kManyKeys : nullptr);
     for (int c = 0; c < dim_v; c += kPanel)
       for (int r = 0; r < padded; r += kRows) {
-        const Seen seen(row + r, std::min(kRows, rows - r), first, block.n);
-        const int from = seen.from / depth, to = (seen.to + depth - 1) / depth;
-        if (seen.to > seen.from)
+        const Seen& x = seen[r / kRows];
+        const int from = x.from / depth, to = (x.to + depth - 1) / depth;
+        if (x.to > x.from)
           kernel.product(weights + r * w_stride + from, w_stride, values + c * w_stride + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
       }
   }

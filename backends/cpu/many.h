@@ -15,6 +15,7 @@
 namespace pa {
 
 constexpr int kManyRows = kLanes == 16 ? 192 : 96;  // rows that a block is packed for: as many as the second cache holds beside it
+constexpr int kManyKeys = 2 * kKeys;                // of a block: a row's maximum, sum and rescaled out cost as much whatever their number is
 constexpr int kTileRows = 512;                      // with AMX's tiles, whose products take less of the time
 
 // Single and Double say what a product of two places is; rows of the left factor are whole places.
