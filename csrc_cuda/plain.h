@@ -31,6 +31,11 @@ namespace portattn {
 
 constexpr int kMaxSequences = 1024;  // of a plain call: every wave looks through all lengths
 constexpr int kMaxCluster = 16;      // blocks
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFarStates = 8;  // in the workspace, whose loads wait together: Blackwell's code has no registers for more
+#else
+constexpr int kFarStates = 16;
+#endif
 
 template <class T, class C, int kD, int kWaves, int kStages, bool kRagged, bool kClusters>
 struct PlainDecode {
@@ -382,7 +387,7 @@ struct PlainDecode {
   // Adds up to 32 states of a row in order; `at(i)` is where the i-th lies, kFar: in the workspace, where as many loads as can wait together.
   template <bool kFar = false, class At>
   PA_DEVICE Part sum(int count, At at) const {
-    constexpr int kBatch = kColumns > 1 ? 2 : kFar ? 16 : 4;
+    constexpr int kBatch = kColumns > 1 ? 2 : kFar ? kFarStates : 4;
     float x[kBatch][kColumns][4];
     auto fetch = [&](int from) {
 #pragma unroll

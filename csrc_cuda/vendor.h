@@ -41,18 +41,14 @@ PA_DEVICE void copy_async16(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
 }
 // The same of what nobody reads again: it is the first to leave L2, where tables, lengths and states stay.
-PA_DEVICE u64 first_to_leave() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
+constexpr u64 kFirstToLeave = 0x12F0000000000000;  // createpolicy.fractional.L2::evict_first of 1.0, as a constant, which takes no registers
 PA_DEVICE void copy_async16_once(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
-               "l"(first_to_leave()) : "memory");
+               "l"(kFirstToLeave) : "memory");
 }
 PA_DEVICE void copy_async16_once(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "l"(first_to_leave()) : "memory");
+               "l"(kFirstToLeave) : "memory");
 }
 PA_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `kPending` of this thread's groups are unfinished.

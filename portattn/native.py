@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import struct
+import threading
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
@@ -460,6 +461,7 @@ class Device:
         self.device = device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
         self.index = self.device.index
         self.workspaces = Workspaces(self.device, driver)
+        self.tiles = threading.Lock()  # held over launches that take tiles from the stream's queue
 
     def function(self, instance: Instance, shared: int) -> Function:
         shared = 0 if self.limits.staged else shared  # static there
@@ -576,6 +578,7 @@ class Attention(_Bound):
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
         self.problem, self.values = problem, attention_values(call, out)
         self.launch, self.plain, self.before, self.general = None, False, None, None
+        self.turns: threading.Lock | None = None
         self.workspaces = device.workspaces
         self.lse_wanted = call.return_lse
         self.new_out, self.new_lse = maker(out.shape, out.dtype, out.device), maker(dialect.lse_shape(call), torch.float32, out.device)
@@ -614,6 +617,8 @@ class Attention(_Bound):
 
     def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1) -> Launcher:
         function, maps = self.device.function(shape.instance, shape.shared), None
+        if shape.instance.kernel not in ("decode", "plain"):
+            self.turns = self.device.tiles
         if shape.keys:
             maps, mapped = kv_maps(self.device.driver.encode_map, call, shape.keys, values["flags"])
             values = values | {"flags": values["flags"] | mapped}
@@ -701,9 +706,10 @@ class Attention(_Bound):
         if self.lse_wanted:
             lse = self.new_lse()
             addresses[4] = lse.data_ptr()
-        if self.before is not None:
-            self.before(stream, 0, addresses)
-        self.launch(stream, 0, addresses)
+        if self.turns is None:
+            self.launch(stream, 0, addresses)
+        else:
+            self._take_turns(stream, 0, addresses)
         return out if lse is None else (out, lse)
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
@@ -721,9 +727,18 @@ class Attention(_Bound):
             addresses[4] = lse.data_ptr()
         for place, field in self.present:
             addresses[place] = call[field].data_ptr()
-        if self.before is not None:
-            self.before(stream, off, addresses)
-        self.launch(stream, off, addresses)
+        if self.turns is None:
+            self.launch(stream, off, addresses)
+        else:
+            self._take_turns(stream, off, addresses)
+
+    def _take_turns(self, stream: int, off: int, addresses: list[int]) -> None:
+        """The launch before, and the tiles' beside it: no other thread's tiles may come between them, whose queue of the same stream the
+        second would begin to read before they are through with it."""
+        with self.turns:
+            if self.before is not None:
+                self.before(stream, off, addresses)
+            self.launch(stream, off, addresses)
 
 
 __all__ = ["Append", "Attention", "DECODE_ROWS", "Device", "HEAD_DIMS", "Instance", "Launcher", "Limits", "MAX_CUTS", "MAX_CUT_TILES", "Merge",

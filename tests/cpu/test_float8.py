@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import portattn
-from portattn import registry
+from portattn import api, registry
 from portattn.problem import Problem
 
 from .conftest import EMULATED, choose, sets
@@ -98,3 +98,12 @@ def test_values_are_the_cpus_whatever_the_default_device(monkeypatch):
     with torch.device("meta"):
         out = portattn.attention_paged(q, cache, cache, table, lens, backend="cpu")
     assert torch.equal(out, q)
+
+
+def test_a_binding_keeps_the_table_whose_address_it_has():
+    """Two threads may have made one each, of which the other is forgotten."""
+    cache = torch.zeros(2, 16, 1, 16, dtype=torch.float8_e4m3fn)
+    registry.forget()
+    portattn.attention_paged(torch.randn(1, 1, 2, 16), cache, cache.clone(), torch.tensor([[1]]), torch.tensor([9]), backend="cpu")
+    kept = [b.state for b in api._memo.values() if b.backend == "cpu" and b.state.get("values")]
+    assert kept and all(s["table"].data_ptr() == s["values"] for s in kept)

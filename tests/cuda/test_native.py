@@ -422,6 +422,24 @@ def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):
     assert seen(hopper)["flags"] & native.TILED and seen(hopper)["cu_q"]
 
 
+def test_no_other_threads_tiles_come_between_the_two_launches_of_a_mixed_batch(hopper):
+    first, second, tiles = (native.Attention(hopper, call, problem(q_len=q_len)) for call, q_len in ((ragged(), "decode"), (ragged(), "decode"), (chunk(), "extend")))
+    threads, before = [threading.Thread(target=second, args=(ragged(),)), threading.Thread(target=tiles, args=(chunk(),))], first.before
+
+    def slow(*args):
+        before(*args)
+        [t.start() for t in threads]
+        [t.join(0.2) for t in threads]
+
+    first.before = slow
+    count = len(launches(hopper))
+    first(ragged())
+    [t.join() for t in threads]
+    seen = ["plain" if "cluster" in x else "tiles" for x in launches(hopper)[count:]]
+    assert seen[:2] == ["plain", "tiles"] and sorted(seen[2:]) == ["plain", "tiles", "tiles"]
+    assert first.turns is tiles.turns is hopper.tiles and native.Attention(hopper, plain(), problem()).turns is None
+
+
 def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device_can(hopper):
     new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
     calls = [plain(), paged(k_new=new, v_new=new), ragged(softcap=3.0), chunk()]
