@@ -101,12 +101,11 @@ def _check_overlap(bound: Bound, out: Tensor, names: tuple[str, ...], *inputs: T
     if not pointer:  # without elements
         return
     if bound.reaches is None:
-        bound.reaches = overlaps.reach(out), [(n, overlaps.reach(x)) for n, x in enumerate(inputs) if x is not None]
-    end, reaches = bound.reaches
-    end += pointer
-    for n, reach in reaches:
-        at = inputs[n].data_ptr()
-        if at < end and pointer < at + reach and overlaps.meet(inputs[n], out, at - pointer):
+        bound.reaches = overlaps.Reaches(out, enumerate(inputs))
+    addresses = [0 if x is None else x.data_ptr() for x in inputs]
+    for n in bound.reaches.near(pointer, addresses):
+        at = addresses[n]
+        if overlaps.meet(inputs[n], out, at - pointer):
             part = "" if at == pointer else "some of "
             raise validate.ArgumentError(f"out: wanted memory of its own, got {part}the memory of {names[n]}")
 

@@ -605,15 +605,17 @@ class Attention(_Bound):
                  "alibi": "alibi_slopes"}
         places = [(i, Call._fields.index(names.get(name, name))) for i, (name, _) in enumerate(ATTENTION[5:15], 5)]
         self.present = [(place, field) for place, field in places if isinstance(call[field], Tensor)]
+        self.start = self.launch if self.turns is None else self._take_turns
         self._prepare_direct(call)
 
     def _prepare_direct(self, call: Call) -> None:
         """What `direct` needs; a call that appends, or turns q, is not taken that way."""
-        names = [Call._fields[field] for _, field in self.present]
         self.taken_directly = call.block_table is not None and self.append is None and call.rotary_cos is None
         self.q_mask = 15 if self.plain else 0
-        self.more = [(place, DIRECT.index(name)) for (place, _), name in zip(self.present, names) if name in DIRECT]
-        self.reaches = overlaps.Reaches(call.out, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
+        more = [(place, Call._fields[field]) for place, field in self.present if Call._fields[field] in DIRECT]
+        self.more = [(place, DIRECT.index(name)) for place, name in more]
+        read = [(place, getattr(call, name)) for place, name in more if name in ("alibi_slopes", "sinks")]
+        self.reaches = overlaps.Reaches(call.out, [(0, call.q), (1, call.k), (2, call.v), *read])
 
     def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1) -> Launcher:
         function, maps = self.device.function(shape.instance, shape.shared), None
@@ -698,18 +700,15 @@ class Attention(_Bound):
                      *(self.workspaces.get(stream, self.room) if self.room else (0, 0))]
         if (addresses[1] | addresses[2]) & self.kv_mask or addresses[3] & self.out_mask or addresses[0] & self.q_mask:
             return None
-        if given is not None and self.reaches.near(addresses, others_and_out[1], others_and_out[2]):
-            return None
         for place, nth in self.more:
             addresses[place] = others_and_out[nth].data_ptr()
+        if given is not None and self.reaches.near(addresses[3], addresses):
+            return None
         lse = None
         if self.lse_wanted:
             lse = self.new_lse()
             addresses[4] = lse.data_ptr()
-        if self.turns is None:
-            self.launch(stream, 0, addresses)
-        else:
-            self._take_turns(stream, 0, addresses)
+        self.start(stream, 0, addresses)
         return out if lse is None else (out, lse)
 
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
@@ -727,10 +726,7 @@ class Attention(_Bound):
             addresses[4] = lse.data_ptr()
         for place, field in self.present:
             addresses[place] = call[field].data_ptr()
-        if self.turns is None:
-            self.launch(stream, off, addresses)
-        else:
-            self._take_turns(stream, off, addresses)
+        self.start(stream, off, addresses)
 
     def _take_turns(self, stream: int, off: int, addresses: list[int]) -> None:
         """The launch before, and the tiles' beside it: no other thread's tiles may come between them, whose queue of the same stream the

@@ -7,6 +7,7 @@ packed tensor): then the runs of bytes of one are looked for among those of the 
 from __future__ import annotations
 
 import functools
+from typing import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,27 +23,21 @@ def reach(x: Tensor) -> int:
 
 
 class Reaches:
-    """How far `out` and inputs reach, for a first look at calls like one of these: None is a tensor that it has not."""
+    """How far `out` and inputs reach: a first look at calls like the one that it was made of. An input that is None is left out."""
 
-    __slots__ = ("out", "first", "others")
+    __slots__ = ("out", "inputs")
 
-    def __init__(self, out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None):
+    def __init__(self, out: Tensor | None, inputs: Iterable[tuple[int, Tensor | None]]):
         self.out = 0 if out is None else reach(out)
-        self.first = [reach(x) for x in (q, k, v)]
-        self.others = [(n, reach(x)) for n, x in enumerate(others) if x is not None]
+        self.inputs = [(n, reach(x)) for n, x in inputs if x is not None]
 
-    def near(self, addresses: list[int], *others: Tensor | None) -> bool:
-        """Whether an input may share memory with out; `addresses` begin with q's, k's, v's and out's."""
-        q, k, v = self.first
-        at_q, at_k, at_v, at = addresses[:4]
-        end = at + self.out
-        if at_q < end and at < at_q + q or at_k < end and at < at_k + k or at_v < end and at < at_v + v:
-            return True
-        for n, far in self.others:
-            other = others[n].data_ptr()
-            if other < end and at < other + far:
-                return True
-        return False
+    def near(self, at: int, addresses: Sequence[int]) -> list[int]:
+        """The numbers of the inputs that may share memory with `out` at this address; input n lies at addresses[n]."""
+        end, found = at + self.out, []
+        for n, far in self.inputs:
+            if addresses[n] < end and at < addresses[n] + far:
+                found.append(n)
+        return found
 
 
 def meet(x: Tensor, out: Tensor, offset: int) -> bool:

@@ -205,6 +205,7 @@ class Attention:
         self.variants: dict[tuple[bool, bool, bool], tuple] = {}
         self.append = Append(call) if call.k_new is not None and not self.empty else None
         self.shape = self._shape(call)
+        self.numbers = self._numbers(call)
         self._prepare_direct(call)
 
     # ---- worked out once
@@ -398,14 +399,13 @@ class Attention:
 
     def _prepare_direct(self, call: Call) -> None:
         """What `direct` needs; a call that appends, or turns q, is not taken that way."""
-        self.numbers = self._numbers(call)
         names = ("block_table", "kv_lens", *DIRECT)
         known = all(name in names for name, _ in self.tensors)
         self.taken_directly = self.layout == "paged" and known and self.append is None and not (self.empty or self.interpreted)
         if self.taken_directly:
             self.order = [names.index(name) for name, _ in self.tensors]
             self.new_out, self.new_lse = maker(self.out_shape, call.q.dtype, self.device), maker(self.lse_shape, torch.float32, self.device)
-            self.reaches = overlaps.Reaches(call.out, call.q, call.k, call.v, call.alibi_slopes, call.sinks)
+            self.reaches = overlaps.Reaches(call.out, enumerate((call.q, call.k, call.v, call.alibi_slopes, call.sinks)))
 
     def direct(self, q: Tensor, k: Tensor, v: Tensor, *others_and_out: Tensor | None) -> Any:
         """`__call__` on the tensors of a paged call, without a Call: registry.Bound.direct."""
@@ -415,8 +415,12 @@ class Attention:
         out = self.new_out() if given is None else given
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
         ready = self.variants.get(self._variant(*pointers))
-        if ready is None or given is not None and self.reaches.near(pointers, others_and_out[3], others_and_out[4]):
+        if ready is None:
             return None
+        if given is not None:
+            read = [0 if x is None else x.data_ptr() for x in others_and_out[3:5]]  # alibi_slopes, sinks
+            if self.reaches.near(pointers[3], pointers[:3] + read):
+                return None
         lse = self.new_lse() if self.has_lse else None
         self._enqueue(ready, _current_stream(index), pointers, lse, [others_and_out[n] for n in self.order])
         return out if lse is None else (out, lse)
@@ -489,7 +493,7 @@ class Attention:
         if self.append is not None:
             self.append(call, 0)
         call = self._viewed(call)
-        numbers = self._numbers(call)
+        numbers = self.numbers
         variant = (False, call.k.data_ptr() == call.v.data_ptr() and self.shape.v_in_k, numbers[0] < 0)
         if variant not in self.variants:
             self.variants[variant] = self._prepare(call, *variant)

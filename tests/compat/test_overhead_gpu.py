@@ -45,7 +45,7 @@ def served_by(adapter, name: str):
 
 
 @contextlib.contextmanager
-def _cuda(monkeypatch, launches: list):
+def _cuda(_, launches: list):
     from portattn.backends import cuda
 
     driver = types.SimpleNamespace(function=lambda *_: Function(launches), encode_map=None)
@@ -56,39 +56,22 @@ def _cuda(monkeypatch, launches: list):
 
 
 @contextlib.contextmanager
-def _triton(monkeypatch, launches: list):
-    pytest.importorskip("triton")
-    from portattn.backends.triton import calls, schedule
-
+def _triton(triton_without_gpu, launches: list):
+    triton_without_gpu(launches)
     from portattn.backends import triton
 
-    class Launch:
-        described = ()
-
-        def __init__(self, *_):
-            pass
-
-        def __call__(self, *_):
-            launches.append(1)
-
-    kernel = types.SimpleNamespace(metadata=types.SimpleNamespace(shared=0), run=None)
-    for name, fake in dict(interpreting=lambda: False, machine_of=lambda device: schedule.Machine("sm_90", 132, 227 << 10),
-                           _load=lambda spec, index: kernel, Launch=Launch, _current_device=lambda: 0,
-                           _current_stream=lambda index: 0, _capturing=lambda: False).items():
-        monkeypatch.setattr(calls, name, fake)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with served_by(types.SimpleNamespace(attention=triton.attention, DIALECT=triton.DIALECT), "triton_without_gpu"):
         yield
 
 
 @pytest.fixture(params=[_cuda, _triton], ids=["native", "triton"])
-def launches(request, monkeypatch):
+def launches(request, monkeypatch, triton_without_gpu):
     """The launches of a backend that serves the calls."""
     monkeypatch.setenv("PORTATTN_VERIFY", "0")
     for name, answer in (("getDevice", lambda: 0), ("getCurrentRawStream", lambda index: 0), ("isCurrentStreamCapturing", lambda: False)):
         monkeypatch.setattr(torch._C, f"_cuda_{name}", answer, raising=False)
     seen: list = []
-    with request.param(monkeypatch, seen):
+    with request.param(triton_without_gpu, seen):
         yield seen
 
 

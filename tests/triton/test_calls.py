@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from portattn.backends.triton import calls, schedule  # noqa: E402
+from portattn.backends.triton import calls  # noqa: E402
 
 from portattn.backends import triton as adapter  # noqa: E402
 from portattn.problem import Call  # noqa: E402
@@ -17,25 +16,10 @@ from portattn.registry import DIRECT  # noqa: E402
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(triton_without_gpu):
     """The arguments of every launch; the kernels are compiled by nobody."""
     seen: list = []
-
-    class Launch:
-        described = ()
-
-        def __init__(self, *_):
-            pass
-
-        def __call__(self, *args):
-            seen.append(args)
-
-    kernel = types.SimpleNamespace(metadata=types.SimpleNamespace(shared=0), run=None)
-    for name, fake in dict(interpreting=lambda: False, machine_of=lambda device: schedule.Machine("sm_90", 132, 227 << 10),
-                           _load=lambda spec, index: kernel, Launch=Launch, _current_device=lambda: 0, _current_stream=lambda index: 0x90,
-                           _capturing=lambda: False).items():
-        monkeypatch.setattr(calls, name, fake)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    triton_without_gpu(seen)
     return seen
 
 
