@@ -62,8 +62,8 @@ ATTENTION = tuple((n, "Q") for n in (
     ("workers_inverse", "I"), ("scale", "f"), ("softcap", "f"), ("v_factor", "f"), ("flags", "I"), ("mixed_stride", "i"))
 APPEND = tuple((n, "Q") for n in "k v k_cache v_cache slots lengths block_table cu_q k_scale v_scale rotary_cos rotary_sin".split()) + tuple(
     (n, "q") for n in ("k_batch k_token k_head v_batch v_token v_head kc_page kc_token kc_head vc_page vc_token vc_head table_batch").split()) + tuple(
-    (n, "i") for n in ("batch tokens heads_kv head_dim head_dim_v len_q page_size scale_batch_k scale_head_k scale_batch_v scale_head_v "
-                       "rotary_dim").split()) + (("k_factor", "f"), ("v_factor", "f"), ("flags", "I"), ("room", "i"))
+    (n, "i") for n in ("batch pages heads_kv head_dim head_dim_v len_q page_size scale_batch_k scale_head_k scale_batch_v scale_head_v "
+                       "rotary_dim").split()) + (("k_factor", "f"), ("v_factor", "f"), ("flags", "I"), ("columns", "i"))
 MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "q") for n in "outs_state lses_state rows".split()) + (
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
@@ -481,16 +481,15 @@ def append_values(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scal
     vb, vh = scale_strides(v_scale)
     number = lambda x: 1.0 if x is None or isinstance(x, Tensor) else x
     values |= {
-        "tokens": k.shape[:-2].numel(), "heads_kv": k.shape[-2], "head_dim": k.shape[-1], "head_dim_v": v.shape[-1], "page_size": k_cache.shape[1],
+        "pages": k_cache.shape[0], "page_size": k_cache.shape[1], "heads_kv": k.shape[-2], "head_dim": k.shape[-1], "head_dim_v": v.shape[-1],
         "scale_batch_k": kb, "scale_head_k": kh, "scale_batch_v": vb, "scale_head_v": vh, "k_factor": number(k_scale), "v_factor": number(v_scale),
         "flags": LENGTHS_64 if _wide(slots if call is None else call.kv_lens) else 0,
-        "room": k_cache.shape[0] if call is None else call.block_table.shape[1],
     }
     if call is not None:
         rotary = call.rotary_cos
         values |= {
-            "batch": call.block_table.shape[0], "len_q": k.shape[1] if k.dim() == 4 else 0, "table_batch": call.block_table.stride(0),
-            "rotary_dim": 0 if rotary is None else 2 * rotary.shape[-1],
+            "batch": call.block_table.shape[0], "columns": call.block_table.shape[1], "table_batch": call.block_table.stride(0),
+            "len_q": k.shape[1] if k.dim() == 4 else 0, "rotary_dim": 0 if rotary is None else 2 * rotary.shape[-1],
         }
         for bit, on in ((TABLE_64, _wide(call.block_table)), (CU_Q_64, _wide(call.cu_seqlens_q)), (INTERLEAVED, call.rotary_interleaved),
                         (ROTARY_FLOAT, rotary is not None and rotary.dtype is torch.float32)):
@@ -525,9 +524,9 @@ class _Bound:
 class Append(_Bound):
     """New tokens into a cache: `cache_append`, or the first half of an attention call with k and v."""
 
-    def __init__(self, device: Device, values: dict[str, Any], dtype: str, kv_dtype: str, about: str):
+    def __init__(self, device: Device, k: Tensor, values: dict[str, Any], dtype: str, kv_dtype: str, about: str):
         super().__init__(device)
-        self.tokens = values["tokens"] if values["heads_kv"] else 0
+        self.tokens = k.shape[:-2].numel() if values["heads_kv"] else 0
         if self.tokens:
             function = device.function(small_instance("append", dtype, kv_dtype), 0)
             self.launch = Launcher(function, APPEND, values, (self.tokens, 1), SMALL_THREADS, about, overlapping=device.limits.overlap)
@@ -585,7 +584,7 @@ class Attention(_Bound):
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
-            self.append = Append(device, values, problem.dtype, problem.kv_dtype, str(problem))
+            self.append = Append(device, call.k_new, values, problem.dtype, problem.kv_dtype, str(problem))
         self.empty = out.numel() == 0
         if self.empty:
             return

@@ -12,6 +12,7 @@ from tests.simt.test_append_merge import (  # noqa: F401  collected here too, un
     test_slots_are_written_and_negative_ones_skipped,
     test_states_merge_exactly_and_empty_ones_do_nothing,
     test_storing_rounds_to_nearest_even_and_saturates,
+    test_tokens_of_pages_outside_the_cache_go_nowhere,
     test_tokens_past_the_table_and_slots_past_the_cache_go_nowhere,
 )
 

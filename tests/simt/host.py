@@ -158,7 +158,7 @@ def append(k, v, k_cache, v_cache, *, slots=None, call: Call | None = None, k_sc
                    "rotary_cos": at(call.rotary_cos), "rotary_sin": at(call.rotary_sin)}
     used = (k, v, k_cache, v_cache, slots, k_scale, v_scale, *(call or ()))
     launch("append", dict(t=native.TYPES[str(k.dtype)[6:]], c=native.TYPES[str(k_cache.dtype)[6:]]), bytes(native.pack(native.APPEND, values)),
-           (values["tokens"], 1), used, order)
+           (k.shape[:-2].numel(), 1), used, order)
 
 
 def merge(outs, lses, sinks=None):

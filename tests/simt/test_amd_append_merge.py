@@ -10,6 +10,7 @@ from .test_append_merge import (  # noqa: F401  collected here too, under the fi
     test_a_call_appends_turned_keys_where_they_land,
     test_slots_are_written_and_negative_ones_skipped,
     test_states_merge_exactly_and_empty_ones_do_nothing,
+    test_tokens_of_pages_outside_the_cache_go_nowhere,
 )
 
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")

@@ -85,6 +85,17 @@ def test_tokens_past_the_table_and_slots_past_the_cache_go_nowhere():
     assert (whole == 3).all()
 
 
+@pytest.mark.parametrize("wild", [torch.tensor([-1, 6], dtype=torch.int32), torch.tensor([6, -1]), torch.tensor([2**32 + 1, -(2**32) + 1])])
+def test_tokens_of_pages_outside_the_cache_go_nowhere(wild):
+    whole = torch.full((8, 4, 2, 8), 3.0)
+    caches, new = [whole[1:7], whole[1:7]], torch.ones(3, 2, 2, 8)
+    table = torch.stack((torch.tensor([2, 0, 4]), torch.tensor([*wild, 5])), 1).to(wild.dtype)  # of each sequence the second page is live
+    call = Call(torch.ones(3, 2, 4, 8), *caches, 1.0, block_table=table, kv_lens=torch.tensor([7, 5, 8]), k_new=new, v_new=new)
+    host.append(new, new, *caches, call=call)  # the second sequence's first token lands in page 0
+    written = (whole == 1).all((2, 3)).nonzero().tolist()
+    assert written == [[1, 3], [6, 2], [6, 3]] and ((whole == 3) | (whole == 1)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -math.inf, 9.0])])
 def test_states_merge_exactly_and_empty_ones_do_nothing(dtype, sinks):

@@ -20,7 +20,7 @@ PA_DEVICE Landing landing_of(const AppendParams& p, int t) {
   Landing at = {-1, 0, t, 0, false};
   if (p.slots) {
     at.slot = read_whole_index(p.slots, t, p.flags & kLengths64);  // one past the cache is written nowhere
-    at.lands = at.slot >= 0 && at.slot < static_cast<i64>(p.room) * p.page_size;
+    at.lands = at.slot >= 0 && at.slot < static_cast<i64>(p.pages) * p.page_size;
     return at;
   }
   int len_q = p.len_q;
@@ -43,9 +43,10 @@ PA_DEVICE Landing landing_of(const AppendParams& p, int t) {
   at.position = len_k - len_q + at.index;
   if (at.position < 0) return at;
   const int entry = quotient(at.position, p.page_size);
-  if (entry >= p.room) return at;
-  at.slot = read_index(p.block_table, at.b * p.table_batch + entry, p.flags & kTable64) * p.page_size + at.position - entry * p.page_size;
-  at.lands = true;
+  if (entry >= p.columns) return at;
+  const i64 page = read_whole_index(p.block_table, at.b * p.table_batch + entry, p.flags & kTable64);
+  at.slot = page * p.page_size + at.position - entry * p.page_size;
+  at.lands = page >= 0 && page < p.pages;
   return at;
 }
 

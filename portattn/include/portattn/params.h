@@ -111,7 +111,7 @@ struct AppendParams {
   i64 vc_page, vc_token, vc_head;
   i64 table_batch;
 
-  i32 batch, tokens;        // tokens: of the whole call
+  i32 batch, pages;         // pages of the cache: what lies beyond goes nowhere
   i32 heads_kv, head_dim, head_dim_v;
   i32 len_q;
   i32 page_size;
@@ -119,7 +119,7 @@ struct AppendParams {
   i32 rotary_dim;
   float k_factor, v_factor; // scales where they are numbers
   u32 flags;
-  i32 room;                 // pages of the cache, or with block_table its columns: what lies beyond goes nowhere
+  i32 columns;              // of block_table: likewise
 };
 
 // Merging n partial results of `rows` rows (all axes of out but the last).
