@@ -190,6 +190,54 @@ def test_launches_that_begin_early_read_what_the_ones_before_wrote():
         assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("q_lens", [[1] * 6, [1, 1, 40, 1, 200, 1, 1, 130]], ids=["decodes", "mixed"])
+def test_two_streams_of_a_graph_wait_for_what_they_fork_from_and_what_they_join(q_lens):
+    """A step is one call, two that read its result on a stream each, and one that reads theirs; nothing of torch's comes in between."""
+    ragged, lens = max(q_lens) > 1, [300 * i + n for i, n in enumerate(q_lens)]
+    (q, *rest), options = problem(lens, q_lens if ragged else (1,), (32, 8), 128, 128, 16, torch.bfloat16, ragged=ragged, causal=True)
+    q, k, v, table, kv_lens = (x.cuda() for x in (q, *rest))
+    options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+    def paged(q, k, v, out):
+        portattn.attention_paged(q, k, v, table, kv_lens, **options, out=out, backend="cuda")
+
+    def chain(outs, other, wait=lambda: None):
+        now, main = q, torch.cuda.current_stream()
+        for a, b, c, d in outs:
+            paged(now, k, v, a)
+            wait()
+            other.wait_stream(main)
+            with torch.cuda.stream(other):
+                paged(a, v, k, b)
+                wait()
+            paged(a, k, v, c)
+            wait()
+            main.wait_stream(other)
+            rows, keys, out = (x.view(1, -1, *q.shape[-2:]) for x in (b, c, d))
+            portattn.attention(rows, keys[:, :, :8], keys[:, :, 8:16], causal=True, out=out, backend="cuda")
+            wait()
+            now = d
+
+    def wanted():
+        want = torch.full((3, 4, *q.shape), float("nan"), dtype=q.dtype, device="cuda")
+        chain(want, torch.cuda.current_stream(), torch.cuda.synchronize)
+        return want
+
+    seen, got, graph, side = [wanted()], torch.empty_like(wanted()), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        chain(got, side)
+    for seed in range(5):
+        q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
+        seen.append(wanted())
+        assert not seen[-1].isnan().any() and not torch.equal(seen[-1][-1], seen[-2][-1])
+        for run in (graph.replay, lambda: chain(got, side)):
+            for _ in range(4):
+                got.fill_(float("nan"))
+                run()
+                torch.cuda.synchronize()
+                assert torch.equal(got, seen[-1])
+
+
 @pytest.mark.parametrize("shape", [(3, 1, 8, 64), (2, 3), (5,), (4, 0, 2), (0, 3), ()])
 def test_a_new_tensor_is_as_torch_would_make_it(shape):
     make, want = maker(shape, torch.bfloat16, torch.device("cuda", 0)), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
