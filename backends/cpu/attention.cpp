@@ -21,9 +21,10 @@ namespace {
 constexpr int64_t kInvariantSplit = 2048;  // keys of a split with batch_invariant: whatever else runs
 constexpr int64_t kLeastSplit = 512;       // fewer keys, times heads, are not worth a merge
 constexpr int64_t kBlockBytes = 512 << 10;  // of K and V in a block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
+constexpr int64_t kAheadBytes = 16 << 10;  // that decode asks for before it reads them
 constexpr int64_t kLeastKeys = 128;        // of a split
 constexpr int kFewRows = 16;               // at most so many rows of a kv head read K and V in place
-constexpr double kThreadNs = 20e3;         // work that waking a thread is worth
+constexpr double kThreadNs = 10e3;         // of work: less is not worth another thread
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -104,7 +105,7 @@ void make_plan(Plan& p) {
       for (int64_t head = 0; head < s.heads_kv; head += heads)
         p.tiles.push_back({x, b, head, std::min(heads, s.heads_kv - head), first, end - first, seen, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
       const double elements = double(hi - lo) * double(s.dim + s.dim_v) * double(s.heads_kv);
-      ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 12.0 : double((end - first) * p.group) / 20.0);
+      ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 24.0 : double((end - first) * p.group) / 80.0);
       keys += (hi - lo) * s.heads_kv;
     }
   }
@@ -288,15 +289,32 @@ struct Seen {
   }
 };
 
+// What is read kAheadBytes after each row of a block: keys, then values, then the next block's keys.
+struct Ahead {
+  const char* k[kKeys];
+  const char* v[kKeys];
+  int tokens;
+
+  explicit Ahead(int64_t token_bytes) : tokens(int(std::clamp<int64_t>(kAheadBytes / token_bytes, 1, kKeys))) {}
+
+  void look(const Block& now, const Block& next) {
+    for (int j = 0; j < now.n; j++) {
+      const int at = j + tokens, over = at - now.n;
+      k[j] = over < 0 ? now.k[at] : now.v[std::min(over, now.n - 1)];
+      v[j] = over < 0 ? now.v[at] : next.n ? next.k[std::min(over, next.n - 1)] : now.v[j];
+    }
+  }
+};
+
 void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t split, float* states, Scratch& scratch) {
   const Shape& s = p.s;
   const Kernels& kernel = kernels(s.q_type, s.kv_type);
   const int dim = int(s.dim), dim_v = int(s.dim_v), per_head = int(t.tokens * p.group), rows = int(t.heads) * per_head;
   const int64_t size = size_of(s.kv_type), k_step = s.k[2] * size, v_step = s.v[2] * size;  // bytes from head to head
   const int64_t q_places = up(dim, kWide) / (kernel.pairs ? 2 : 1), o_stride = up(dim_v, kPanel);
-  const int64_t q_size = up(rows * q_places, 16), o_size = up(rows * o_stride, 16), s_size = kBunch * kKeys;
-  float* q = scratch.take(q_size + o_size + s_size + s_size / 2 + up(dim, kWide));
-  float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *wide = pairs + s_size / 2;
+  const int64_t q_size = up(rows * q_places, 16), o_size = up(rows * o_stride, 16), s_size = rows * kKeys, p_size = kernel.pairs ? s_size / 2 : 0;
+  float* q = scratch.take(q_size + o_size + s_size + p_size + up(dim, kWide) + rows);
+  float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *wide = pairs + p_size, *old = wide + up(dim, kWide);
   std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
   scratch.rows.resize(size_t(rows));
   Row* row = scratch.rows.data();
@@ -307,25 +325,23 @@ void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t s
   }
 
   Block blocks[2];
+  Ahead ahead(t.heads * std::max(dim, dim_v) * size);
   find_keys(p, t, begin, end, blocks[0]);
   for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
-    const Block &now = blocks[turn], &next = blocks[turn ^ 1];
+    const Block& now = blocks[turn];
     find_keys(p, t, first + kKeys, end, blocks[turn ^ 1]);
-    Ahead k_ahead{next.k, next.n, (t.heads - 1) * k_step + dim * size}, v_ahead{next.v, next.n, (t.heads - 1) * v_step + dim_v * size};
-    for (int h = 0; h < t.heads; h++) {
-      const Rows k{now.k, h * k_step, now.n}, v{now.v, h * v_step, now.n};
+    ahead.look(now, blocks[turn ^ 1]);
+    const Seen seen(row, per_head, first, now.n);  // the same for all heads
+    if (seen.to <= seen.from) continue;
+    kernel.scores({now.k, ahead.k}, {seen.from / kKeysAtOnce * kKeysAtOnce, seen.to, int(t.heads), per_head, k_step}, q,
+                  int(kernel.pairs ? 2 * q_places : q_places), dim, score, p.a.values);
+    for (int h = 0, r = 0; h < t.heads; h++) {
       const Logit logit = logit_of(p, t, t.head + h);
-      for (int r = h * per_head, bunch; r < (h + 1) * per_head; r += bunch) {
-        bunch = std::min(kBunch, (h + 1) * per_head - r);
-        const Seen seen(row + r, bunch, first, now.n);
-        if (seen.to <= seen.from) continue;
-        kernel.scores[bunch - 1](k, k_ahead, q + r * q_places, int(kernel.pairs ? 2 * q_places : q_places), dim, score, p.a.values);
-        float old[kBunch];
-        for (int i = 0; i < bunch; i++)
-          old[i] = softmax(score + i * kKeys, 0, kKeys, first, row[r + i], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + i * kKeys : nullptr);
-        kernel.values[bunch - 1](v, v_ahead, seen.from, seen.to, kernel.pairs ? pairs : score, old, out + r * o_stride, int(o_stride), dim_v, p.a.values);
-      }
+      for (; r < (h + 1) * per_head; r++)
+        old[r] = softmax(score + r * kKeys, 0, kKeys, first, row[r], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kKeys : nullptr);
     }
+    kernel.values({now.v, ahead.v}, {seen.from / 2 * 2, seen.to, int(t.heads), per_head, v_step}, kernel.pairs ? pairs : score, old, out, int(o_stride),
+                  dim_v, p.a.values);
   }
   kernel.restore(out, rows * o_stride);
   hand_over(p, t, split, out, row, states);
@@ -379,9 +395,12 @@ void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t 
     find(first + kManyKeys, blocks[turn ^ 1]);
     for (int j = 0; j < n; j += kKeys) {
       const Block &block = blocks[turn][j / kKeys], &next = blocks[turn ^ 1][j / kKeys];
-      kernel.keys_to_panels({block.k, 0, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
-      kernel.values_to_panels({block.v, 0, block.n}, dim_v, values + j / depth * kPanel, kManyKeys / depth, p.a.values);
-      Ahead{next.k, next.n, dim * size}.ask(INT64_MAX), Ahead{next.v, next.n, dim_v * size}.ask(INT64_MAX);  // packing waits for memory otherwise
+      kernel.keys_to_panels({block.k, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
+      kernel.values_to_panels({block.v, block.n}, dim_v, values + j / depth * kPanel, kManyKeys / depth, p.a.values);
+      for (int i = 0; i < next.n; i++) {  // packing waits for memory otherwise
+        for (int64_t at = 0; at < dim * size; at += 64) __builtin_prefetch(next.k[i] + at, 0, 2);
+        for (int64_t at = 0; at < dim_v * size; at += 64) __builtin_prefetch(next.v[i] + at, 0, 2);
+      }
     }
     seen.clear();
     for (int r = 0; r < padded; r += kRows) seen.emplace_back(row + r, std::min(kRows, rows - r), first, n);
@@ -425,8 +444,8 @@ void run_tiles(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t
     const int n = int(std::min<int64_t>(kTileKeys, end - first));
     for (int j = 0; j < n; j += kKeys) {
       find_keys(p, t, first + j, end, block);
-      kernel.keys_to_panels({block.k, 0, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
-      kernel.values_to_panels({block.v, 0, block.n}, dim_v, values + j / 2 * kPanel, kTileKeys / 2, p.a.values);
+      kernel.keys_to_panels({block.k, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
+      kernel.values_to_panels({block.v, block.n}, dim_v, values + j / 2 * kPanel, kTileKeys / 2, p.a.values);
     }
     for (int r = 0; r < padded; r += kTileRowsAtOnce) {
       const int count = std::min(kTileRowsAtOnce, rows - r), high = std::min(kTileRowsAtOnce, padded - r);
@@ -481,7 +500,7 @@ void append(const Shape& s, const Args& a) {
   int64_t tokens = s.batch * s.len_q;
   if (s.kind == kPagedRagged) tokens = s.batch ? std::min(entry(a.cu_q, s.batch, s.cu_q_64), s.len_q) : 0;
   const bool many = tokens * s.heads_kv * (s.dim + s.dim_v) > 100000;
-  Pool::instance().run(many ? int(std::min(a.threads, s.heads_kv)) - 1 : 0, work);
+  Pool::instance().run(many ? std::min(a.threads, s.heads_kv) : 1, a.threads, work);
 }
 
 void attend(const Shape& s, const Args& a) {
@@ -509,7 +528,7 @@ void attend(const Shape& s, const Args& a) {
       failed = true;
     }
   };
-  Pool::instance().run(int(std::min(p.threads, p.units)) - 1, work);
+  Pool::instance().run(std::min(p.threads, p.units), a.threads, work);
   kept = std::move(p.tiles);
   if (failed) throw std::bad_alloc();
 }
@@ -553,7 +572,7 @@ void merge_parts(int64_t count, int64_t rows, int64_t heads, int64_t dim, int64_
       }
   };
   const bool many = count * rows * dim > 40000;
-  Pool::instance().run(many ? int(std::min(threads, rows / kPiece)) - 1 : 0, work);
+  Pool::instance().run(many ? std::min(threads, rows / kPiece) : 1, threads, work);
 }
 
 template <class Run>

@@ -1,9 +1,12 @@
 // Few rows (decode): K and V are read where they lie, each line once for up to kBunch rows of a group.
 //
-// Computes  s[r][j] = q[r] . k[j], then out[r] = out[r] * old[r] + sum over j of p[r][j] v[j].
+// Computes  s[r][j] = q[r] . k[j], then out[r] = out[r] * old[r] + sum over j of p[r][j] v[j], for all heads of a few tokens.
 // Ways to read a row: Widened (to float), Halves (bfloat16 or 8-bit to two floats a word: even and odd columns), Pairs (both as bfloat16).
+// Order: token by token, and a token's heads one after another, as they lie in memory; what is read now is asked for as far ahead as Stream::next says.
 // Cost: bound by reading K and V; R rows need R products of vectors for each vector that is read.
 #pragma once
+
+#include <algorithm>
 
 #include "pairs.h"
 
@@ -13,28 +16,16 @@ constexpr int kBunch = 4;
 constexpr int kKeysAtOnce = kManyRegisters ? 4 : 2;
 constexpr int kSpan = kManyRegisters ? 4 : 2;  // vectors of sums of a row of out
 
-// Rows of a block of keys or values: `at` bytes behind each pointer.
-struct Rows {
+// Keys or values of a block, head 0; `next`: what is read after as many bytes as memory takes to answer.
+struct Stream {
   const char* const* row;
-  int64_t at;
-  int n;
-  const char* operator[](int j) const { return row[j] + at; }
+  const char* const* next;
 };
 
-// Asks for the next block's memory line by line, in its order: the rows of all heads of a token, then those of the next token.
-struct Ahead {
-  const char* const* row;
-  int n;          // rows
-  int64_t bytes;  // of a row
-  int j = 0;
-  int64_t at = 0;
-
-  __attribute__((always_inline)) void ask(int64_t lines) {
-    for (; lines > 0 && j < n; lines--) {
-      __builtin_prefetch(row[j] + at, 0, 2);  // to the second cache: a block of several heads is more than the first holds
-      if ((at += 64) >= bytes) at = 0, j++;
-    }
-  }
+// Rows [from, to) of a block for all heads of a tile. A head's keys or values are `bytes` behind those of the one before, and so are `rows` rows of q, s, p and out.
+struct Part {
+  int from, to, heads, rows;
+  int64_t bytes;
 };
 
 template <class E>
@@ -42,13 +33,13 @@ struct Widened {
   using T = typename E::T;
   using Q = float;
   using K = vf;
-  static constexpr int kStep = kLanes, kGather = 1;  // elements of a vector of K, rows of V taken at once
+  static constexpr int kStep = kLanes, kGather = 1, kWeight = 4;  // elements of a vector of K, rows of V taken at once, bytes of a weight
   static void query(const float* x, int dim, Q* to) { std::memcpy(to, x, size_t(dim) * 4); }
   static K read(const T* p, int n, const float* table) { return n >= kStep ? E::load(p, table) : load_part<E>(p, n, table); }
   static vf dot(vf sum, const Q* q, K k) { return sum + load(q) * k; }
 
   template <int S>
-  static void values(const T* a, const T*, int n, const float* table, vf (&v)[S]) {
+  static void values(const T* a, int n, const T*, int, const float* table, vf (&v)[S]) {
 #pragma GCC unroll 4
     for (int i = 0; i < S; i++) v[i] = n >= (i + 1) * kLanes ? E::load(a + i * kLanes, table) : load_part<E>(a + i * kLanes, n - i * kLanes, table);
   }
@@ -62,7 +53,7 @@ struct Halves {
   using T = typename E::T;
   using Q = float;
   using K = vi;
-  static constexpr int kStep = kWide, kGather = 1;
+  static constexpr int kStep = kWide, kGather = 1, kWeight = 4;
   static vf even(vi x) { return (vf)(x << 16); }
   static vf odd(vi x) { return (vf)(x & (int32_t)0xffff0000); }
   static void query(const float* x, int dim, Q* to) {
@@ -72,7 +63,7 @@ struct Halves {
   static vf dot(vf sum, const Q* q, K k) { return sum + load(q) * even(k) + load(q + kLanes) * odd(k); }
 
   template <int S>
-  static void values(const T* a, const T*, int n, const float* table, vf (&v)[S]) {
+  static void values(const T* a, int n, const T*, int, const float* table, vf (&v)[S]) {
 #pragma GCC unroll 4
     for (int i = 0; i < S; i += 2) {
       const vi x = E::words(a + i * kLanes, n - i * kLanes, table);
@@ -95,17 +86,17 @@ struct Pairs {
   using T = typename E::T;
   using Q = uint16_t;
   using K = vi;
-  static constexpr int kStep = kWide, kGather = 2;
+  static constexpr int kStep = kWide, kGather = 2, kWeight = 2;
   static void query(const float* x, int dim, Q* to) { to_bf16_row(x, dim, to); }
   static K read(const T* p, int n, const float* table) { return E::words(p, n, table); }
   static vf dot(vf sum, const Q* q, K k) { return dot2(sum, load_16(q), k); }
 
   template <int S>
-  static void values(const T* a, const T* b, int n, const float* table, vf (&v)[S]) {  // b null: zeros
+  static void values(const T* a, int n, const T* b, int n_b, const float* table, vf (&v)[S]) {
 #pragma GCC unroll 4
     for (int i = 0; i < S; i += 2) {
       vi lo, hi;
-      interleave(E::words(a + i * kLanes, n - i * kLanes, table), b ? E::words(b + i * kLanes, n - i * kLanes, table) : vi{}, lo, hi);
+      interleave(E::words(a + i * kLanes, n - i * kLanes, table), E::words(b + i * kLanes, n_b - i * kLanes, table), lo, hi);
       v[i] = (vf)lo, v[i + 1] = (vf)hi;
     }
   }
@@ -114,77 +105,124 @@ struct Pairs {
   static void restore(float* x, int64_t n) { pa::restore(x, n); }
 };
 
-// s[r * kKeys + j] for R rows; q is padded with zeros to whole vectors.
+// s[r * kKeys + i] of R rows and kKeysAtOnce keys.
 template <class P, int R>
-void few_scores(const Rows& now, Ahead& ahead, const void* rows, int stride, int dim, float* s, const float* table) {
+__attribute__((always_inline)) inline void few_dots(const char* const* k, const char* const* next, int64_t at, const typename P::Q* q, int stride, int dim,
+                                                    float* s, const float* table) {
   using T = typename P::T;
-  const auto* q = static_cast<const typename P::Q*>(rows);
-  const int whole = dim / P::kStep * P::kStep, lines = (dim * int(sizeof(T)) + 63) / 64;
-  for (int j = 0; j < now.n; j += kKeysAtOnce) {
-    const T* k[kKeysAtOnce];
-    for (int i = 0; i < kKeysAtOnce; i++) k[i] = reinterpret_cast<const T*>(now[j + i < now.n ? j + i : now.n - 1]);
-    ahead.ask(kKeysAtOnce * lines);
-    vf x[kKeysAtOnce * R]{};
-    auto step = [&](int d, int n) {
-      typename P::K v[kKeysAtOnce];
+  const int whole = dim / P::kStep * P::kStep;
+  vf x[kKeysAtOnce * R]{};
+  auto step = [&](int d, int n) __attribute__((always_inline)) {
+    typename P::K v[kKeysAtOnce];
 #pragma GCC unroll 4
-      for (int i = 0; i < kKeysAtOnce; i++) v[i] = P::read(k[i] + d, n, table);
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeysAtOnce; i++)
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) x[i * R + r] = P::dot(x[i * R + r], q + r * stride + d, v[i]);
-    };
-    for (int d = 0; d < whole; d += P::kStep) step(d, P::kStep);
-    if (whole < dim) step(whole, dim - whole);
-    sums<kKeysAtOnce, R>(x, s + j, kKeys);
-  }
-}
-
-// Columns [d, d + S vectors) of out for R rows and keys [from, to); lines: how many to ask for with each key.
-template <class P, int R, int S>
-inline void few_span(const Rows& now, Ahead& ahead, int from, int to, const void* p, const float* old, float* out, int stride, int d,
-                     int dim, int64_t lines, const float* table) {
-  using T = typename P::T;
-  vf x[R][S];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int i = 0; i < S; i++) x[r][i] = load(out + r * stride + d + i * kLanes) * old[r];
-  auto step = [&](int j, int n) {
-    vf v[S];
-    P::template values<S>(reinterpret_cast<const T*>(now[j]) + d, P::kGather > 1 && j + 1 < to ? reinterpret_cast<const T*>(now[j + 1]) + d : nullptr,
-                          n, table, v);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      const auto w = P::weight(p, r * kKeys + j);
-#pragma GCC unroll 4
-      for (int i = 0; i < S; i++) x[r][i] = P::add(x[r][i], w, v[i]);
+    for (int i = 0; i < kKeysAtOnce; i++) {
+      __builtin_prefetch(next[i] + at + d * int64_t(sizeof(T)));
+      v[i] = P::read(reinterpret_cast<const T*>(k[i] + at) + d, n, table);
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeysAtOnce; i++)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) x[i * R + r] = P::dot(x[i * R + r], q + r * stride + d, v[i]);
   };
-  const bool whole = dim - d >= S * kLanes;
-  for (int j = from; j < to; j += P::kGather) {
-    ahead.ask(P::kGather * lines);
-    if (whole)
-      step(j, S * kLanes);
-    else
-      step(j, dim - d);
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int i = 0; i < S; i++) store(out + r * stride + d + i * kLanes, x[r][i]);
+  for (int d = 0; d < whole; d += P::kStep) step(d, P::kStep);
+  if (whole < dim) step(whole, dim - whole);
+  sums<kKeysAtOnce, R>(x, s, kKeys);
 }
 
-// p: R x kKeys, float, or bfloat16 for Pairs; columns of out beyond dim, to whole panels, are 0.
-template <class P, int R>
-void few_values(const Rows& now, Ahead& ahead, int from, int to, const void* p, const float* old, float* out, int stride, int dim,
-                const float* table) {
-  constexpr int kLeast = kPanel / kLanes;  // 2
-  from -= from % P::kGather;
-  const int64_t lines = (dim * int64_t(sizeof(typename P::T)) + 63) / 64;
+// s[r * kKeys + j] for all rows of all heads; rows of q are padded with zeros to whole vectors. The last key stands for those past it.
+template <class P>
+void few_scores(const Stream& keys, const Part& t, const void* queries, int stride, int dim, float* s, const float* table) {
+  for (int j = t.from; j < t.to; j += kKeysAtOnce) {
+    const char *k[kKeysAtOnce], *next[kKeysAtOnce];
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeysAtOnce; i++) {
+      const int key = std::min(j + i, t.to - 1);
+      k[i] = keys.row[key], next[i] = keys.next[key];
+    }
+    const auto* q = static_cast<const typename P::Q*>(queries);
+    float* to = s + j;
+    for (int h = 0; h < t.heads; h++) {
+      const int64_t at = h * t.bytes;
+      int r = t.rows;
+      for (; r >= kBunch; r -= kBunch, q += kBunch * stride, to += kBunch * kKeys) few_dots<P, kBunch>(k, next, at, q, stride, dim, to, table);
+      if (r == 3) few_dots<P, 3>(k, next, at, q, stride, dim, to, table);
+      if (r == 2) few_dots<P, 2>(k, next, at, q, stride, dim, to, table);
+      if (r == 1) few_dots<P, 1>(k, next, at, q, stride, dim, to, table);
+      q += r * stride, to += r * kKeys;
+    }
+  }
+}
+
+// Some columns of N times kGather keys, which stay in registers, times the weights of a head's rows: S vectors, `at` bytes behind v.
+// out[r] = out[r] * old[r] + sum over i of w[r][i] v[i]; without kFirst, old is 1. The last key is there only if `even`.
+template <class P, int S, int N, bool kFirst>
+__attribute__((always_inline)) inline void few_span(const char* const* v, const char* const* next, int64_t at, int n, bool even, const char* w,
+                                                    const float* old, float* out, int rows, int stride, const float* table) {
+  using T = typename P::T;
+  vf x[N][S];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++) {
+#pragma GCC unroll 2
+    for (int g = 0; g < P::kGather; g++)
+#pragma GCC unroll 4
+      for (int line = 0; line < S * kLanes * int(sizeof(T)); line += 64) __builtin_prefetch(next[i * P::kGather + g] + at + line);
+    const char *a = v[i * P::kGather] + at, *b = v[i * P::kGather + P::kGather - 1] + at;
+    P::template values<S>(reinterpret_cast<const T*>(a), n, reinterpret_cast<const T*>(b), even ? n : 0, table, x[i]);
+  }
+  for (int r = 0; r < rows; r++, out += stride, w += kKeys * P::kWeight) {
+    vf sum[S];
+#pragma GCC unroll 4
+    for (int c = 0; c < S; c++) {
+      sum[c] = load(out + c * kLanes);
+      if (kFirst) sum[c] *= old[r];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      const auto weight = P::weight(w, i * P::kGather);
+#pragma GCC unroll 4
+      for (int c = 0; c < S; c++) sum[c] = P::add(sum[c], weight, x[i][c]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < S; c++) store(out + c * kLanes, sum[c]);
+  }
+}
+
+// All columns of a head; those of out beyond dim stay 0.
+template <class P, int N, bool kFirst>
+void few_columns(const char* const* v, const char* const* next, int64_t at, int dim, bool even, const char* w, const float* old, float* out, int rows,
+                 int stride, const float* table) {
+  constexpr int kLeast = kPanel / kLanes, kBytes = kLanes * int(sizeof(typename P::T));  // 2 vectors
   int d = 0;
-  for (; d + kSpan * kLanes <= stride; d += kSpan * kLanes) few_span<P, R, kSpan>(now, ahead, from, to, p, old, out, stride, d, dim, d ? 0 : lines, table);
-  for (; d < stride; d += kPanel) few_span<P, R, kLeast>(now, ahead, from, to, p, old, out, stride, d, dim, d ? 0 : lines, table);
+  for (; d + kSpan * kLanes <= dim; d += kSpan * kLanes, at += kSpan * kBytes)
+    few_span<P, kSpan, N, kFirst>(v, next, at, kSpan * kLanes, even, w, old, out + d, rows, stride, table);
+  for (; d < dim; d += kPanel, at += kLeast * kBytes) few_span<P, kLeast, N, kFirst>(v, next, at, dim - d, even, w, old, out + d, rows, stride, table);
+}
+
+// N times kGather keys from j on, of all heads. `old`: factors of the t.rows rows of each head, null for 1.
+template <class P, int N>
+void few_keys(const Stream& values, const Part& t, int j, const void* weights, const float* old, float* out, int stride, int dim, const float* table) {
+  const bool even = N > 1 || j + P::kGather <= t.to;
+  const char *v[N * P::kGather], *next[N * P::kGather];
+  for (int i = 0; i < N * P::kGather; i++) {
+    const int key = std::min(j + i, t.to - 1);
+    v[i] = values.row[key], next[i] = values.next[key];
+  }
+  for (int h = 0, r = 0; h < t.heads; h++, r += t.rows) {
+    const char* w = static_cast<const char*>(weights) + (r * kKeys + j) * P::kWeight;
+    if (old)
+      few_columns<P, N, true>(v, next, h * t.bytes, dim, even, w, old + r, out + r * stride, t.rows, stride, table);
+    else
+      few_columns<P, N, false>(v, next, h * t.bytes, dim, even, w, nullptr, out + r * stride, t.rows, stride, table);
+  }
+}
+
+// weights: rows of kKeys, float, or bfloat16 for Pairs, for which t.from is even.
+template <class P>
+void few_values(const Stream& values, const Part& t, const void* weights, const float* old, float* out, int stride, int dim, const float* table) {
+  constexpr int N = (kManyRegisters ? 16 : 8) / kSpan;
+  int j = t.from;
+  for (; j + N * P::kGather <= t.to; j += N * P::kGather, old = nullptr) few_keys<P, N>(values, t, j, weights, old, out, stride, dim, table);
+  for (; j < t.to; j += P::kGather, old = nullptr) few_keys<P, 1>(values, t, j, weights, old, out, stride, dim, table);
 }
 
 }  // namespace pa

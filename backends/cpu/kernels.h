@@ -11,11 +11,10 @@ namespace pa {
 
 struct Kernels {
   bool pairs;  // q and probabilities are bfloat16
-  // few rows; [rows - 1]
+  // few rows
   void (*query)(const float* x, int dim, void* to);
-  void (*scores[kBunch])(const Rows& now, Ahead& ahead, const void* q, int stride, int dim, float* s, const float* table);
-  void (*values[kBunch])(const Rows& now, Ahead& ahead, int from, int to, const void* p, const float* old, float* out, int stride, int dim,
-                         const float* table);
+  void (*scores)(const Stream& keys, const Part& t, const void* q, int stride, int dim, float* s, const float* table);
+  void (*values)(const Stream& values, const Part& t, const void* p, const float* old, float* out, int stride, int dim, const float* table);
   void (*restore)(float* out, int64_t n);
   // many rows
   void (*keys_to_panels)(const Rows& block, int dim, float* to, float* wide, const float* table);
@@ -29,8 +28,8 @@ constexpr Kernels kernels_of() {
   auto query = [](const float* x, int dim, void* to) { P::query(x, dim, static_cast<typename P::Q*>(to)); };
   return {D::kDepth == 2,
           query,
-          {few_scores<P, 1>, few_scores<P, 2>, few_scores<P, 3>, few_scores<P, 4>},
-          {few_values<P, 1>, few_values<P, 2>, few_values<P, 3>, few_values<P, 4>},
+          few_scores<P>,
+          few_values<P>,
           P::restore,
           pack_keys<E, D>,
           pack_values<E, D>,

@@ -18,6 +18,13 @@ constexpr int kManyRows = kLanes == 16 ? 192 : 96;  // rows that a block is pack
 constexpr int kManyKeys = 2 * kKeys;                // of a block: a row's maximum, sum and rescaled out cost as much whatever their number is
 constexpr int kTileRows = 512;                      // with AMX's tiles, whose products take less of the time
 
+// Rows of a block of keys or values.
+struct Rows {
+  const char* const* row;
+  int n;
+  const char* operator[](int j) const { return row[j]; }
+};
+
 // Single and Double say what a product of two places is; rows of the left factor are whole places.
 struct Single {
   static constexpr int kDepth = 1;  // elements of a place
@@ -151,13 +158,14 @@ void pack_values(const Rows& block, int dim, float* to, int height, const float*
   for (int j = 0; j < end; j += D::kDepth) {
     float* row = to + j / D::kDepth * kPanel;
     const T* a = j < block.n ? (const T*)block[j] : nullptr;
-    const T* b = D::kDepth == 2 && j + 1 < block.n ? (const T*)block[j + 1] : nullptr;
+    const bool even = j + 1 < block.n;
+    const T* b = even ? (const T*)block[j + 1] : a;  // with places of two elements
     for (int d = 0; d < dim; d += kPanel, row += height * kPanel) {
       vf v[2]{};
       if (a && dim - d >= kPanel)
-        Read::template values<2>(a + d, b ? b + d : nullptr, kPanel, table, v);
+        Read::template values<2>(a + d, kPanel, b + d, even ? kPanel : 0, table, v);
       else if (a)
-        Read::template values<2>(a + d, b ? b + d : nullptr, dim - d, table, v);
+        Read::template values<2>(a + d, dim - d, b + d, even ? dim - d : 0, table, v);
       store(row, v[0]), store(row + kLanes, v[1]);
     }
   }

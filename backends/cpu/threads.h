@@ -1,24 +1,76 @@
-// The threads of a call: sleepers that are woken for one job at a time and never spin.
-// A second caller at the same time works alone; after fork the child starts with none and makes its own.
+// The threads of a call: torch's own OpenMP team while it is awake, else sleepers that are woken for one job at a time and never spin.
+// torch's threads spin for a few milliseconds after each of its operations. Others that work meanwhile share their cores with them and take up to twice
+// as long; once the team sleeps, a job may wait as many milliseconds for it as it spins (the woken thread is put on the core of the one that waits).
+// A second caller at the same time works alone. After fork OpenMP's threads are gone, and its next team would wait for them: the child makes its own.
 #pragma once
 
+#include <dlfcn.h>
 #include <pthread.h>
+#include <time.h>
 
+#include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 #include <system_error>
 #include <thread>
 
 namespace pa {
 
+// The OpenMP that this process has already: libgomp, or libiomp5, which has the same entry. None is linked.
+class Team {
+ public:
+  // Runs work() on `threads` threads and returns true; false, and nothing is run, if they sleep or there is no OpenMP.
+  template <class Work>
+  bool run(int64_t threads, Work& work) {
+    static thread_local Clock watched = kUnknown;  // of one of the calling thread's team
+    if (!parallel_ || (watched != kUnknown && !runs(watched))) return false;
+    struct Job {
+      Work& work;
+      pthread_t caller;
+      std::atomic<Clock> clock;
+    } job{work, pthread_self(), {kUnknown}};
+    auto share = [](void* data) {
+      Job& job = *static_cast<Job*>(data);
+      job.work();
+      clockid_t mine;
+      if (!pthread_equal(pthread_self(), job.caller) && !pthread_getcpuclockid(pthread_self(), &mine)) job.clock = mine;
+    };
+    parallel_(share, &job, unsigned(threads), 0);  // always as many as torch has: a smaller team would end the others
+    watched = job.clock;
+    return true;
+  }
+
+  static Team found() { return Team(reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"))); }
+  static Team none() { return Team(nullptr); }
+
+ private:
+  using Parallel = void (*)(void (*share)(void*), void* data, unsigned threads, unsigned flags);
+  using Clock = int64_t;
+  static constexpr Clock kUnknown = INT64_MIN;
+
+  explicit Team(Parallel parallel) : parallel_(parallel) {}
+
+  // Whether a thread, by the clock of its processor time, runs now. A thread that has ended counts as unknown.
+  static bool runs(Clock& watched) {
+    timespec before, after;
+    if (clock_gettime(clockid_t(watched), &before) || clock_gettime(clockid_t(watched), &after)) return watched = kUnknown, true;
+    return before.tv_nsec != after.tv_nsec;
+  }
+
+  Parallel parallel_;
+};
+
 class Pool {
  public:
-  // Runs work() on the caller and on up to `helpers` other threads; returns when all of them are done.
+  // Runs work() on the caller and on other threads; returns when all of them are done. `worth`: how many threads the work is worth, of `threads`.
   // work takes its share from a counter, so it is right for any number of threads, and for one.
   template <class Work>
-  void run(int helpers, Work& work) {
+  void run(int64_t worth, int64_t threads, Work& work) {
     std::unique_lock<std::mutex> mine(calls_, std::try_to_lock);
-    if (helpers <= 0 || !mine.owns_lock()) return work();
+    if (worth <= 1 || !mine.owns_lock()) return work();
+    if (team_.run(threads, work)) return;
+    int helpers = int(worth) - 1;
     {
       std::lock_guard<std::mutex> lock(state_);
       try {
@@ -39,7 +91,7 @@ class Pool {
 
   static Pool& instance() {
     static const bool watched = [] {
-      pthread_atfork(nullptr, nullptr, [] { pool_ = new Pool; });  // the parent's threads do not exist in the child
+      pthread_atfork(nullptr, nullptr, [] { pool_ = new Pool(Team::none()); });
       return true;
     }();
     (void)watched;
@@ -47,6 +99,8 @@ class Pool {
   }
 
  private:
+  explicit Pool(Team team) : team_(team) {}
+
   void serve() {
     std::unique_lock<std::mutex> lock(state_);
     for (;;) {
@@ -61,6 +115,7 @@ class Pool {
     }
   }
 
+  Team team_;
   std::mutex calls_, state_;
   std::condition_variable wake_, done_;
   int threads_ = 0, open_ = 0, active_ = 0;
@@ -69,6 +124,6 @@ class Pool {
   static Pool* pool_;  // never freed: its threads sleep until the process ends
 };
 
-inline Pool* Pool::pool_ = new Pool;
+inline Pool* Pool::pool_ = new Pool(Team::found());
 
 }  // namespace pa

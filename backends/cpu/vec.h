@@ -336,19 +336,17 @@ template <int K, int R>
 inline void sums(const vf (&x)[K * R], float* to, int stride) {
 #if defined(__AVX512F__)
   static_assert(K == 4, "a tree of 16 vectors");
-  auto at = [&](int i) { return i % 4 < R ? (__m512)x[i / 4 * R + i % 4] : _mm512_setzero_ps(); };  // of key i / 4, row i % 4
-  __m512 z[4];  // z[k]: 128-bit lane r has four parts of key k, row r
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) {
-    auto halves = [&](int i) {
-      return _mm512_add_ps(_mm512_shuffle_f32x4(at(i), at(i + 1), 0x44), _mm512_shuffle_f32x4(at(i), at(i + 1), 0xee));
+  auto row = [&](int r) __attribute__((always_inline)) {  // each 128-bit lane has a part of the four keys; within lanes first: unpacking takes less than moving lanes
+    auto both = [&](int k) __attribute__((always_inline)) {
+      const __m512 a = (__m512)x[k * R + r], b = (__m512)x[(k + 1) * R + r];
+      return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
     };
-    const __m512 a = halves(4 * k), b = halves(4 * k + 2);
-    z[k] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-  const __m512d a = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(z[0], z[1]), _mm512_unpackhi_ps(z[0], z[1])));
-  const __m512d b = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(z[2], z[3]), _mm512_unpackhi_ps(z[2], z[3])));
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    const __m512d a = both(0), b = both(2);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  };
+  auto halves = [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); };
+  const __m512 a = halves(row(0), row(R > 1 ? 1 : 0)), b = R > 2 ? halves(row(R > 2 ? 2 : 0), row(R > 3 ? 3 : 0)) : a;
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   _mm_storeu_ps(to, _mm512_castps512_ps128(all));
   if (R > 1) _mm_storeu_ps(to + stride, _mm512_extractf32x4_ps(all, 1));
   if (R > 2) _mm_storeu_ps(to + 2 * stride, _mm512_extractf32x4_ps(all, 2));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -64,6 +65,22 @@ def test_threads_sleep_between_calls(isa, two_threads):
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1, "processor time is spent while no call runs"
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "GOMP_parallel"), reason="torch has no OpenMP threads here")
+def test_the_threads_of_torch_are_used_and_no_others_beside_them(isa):
+    code = textwrap.dedent("""
+        import os, torch, portattn
+        torch.set_num_threads(2)
+        qkv = [torch.randn(1, n, h, 64) for n, h in ((70, 8), (3000, 2), (3000, 2))]
+        portattn.attention(*(x[:, :1] for x in qkv), backend="cpu")  # loads the kernels; one key is one thread's work
+        torch.zeros(1 << 20).add_(1)
+        before = len(os.listdir("/proc/self/task"))
+        portattn.attention(*qkv, backend="cpu")
+        print(len(os.listdir("/proc/self/task")) - before)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["0"], done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
