@@ -18,13 +18,13 @@
 namespace pa {
 namespace {
 
-constexpr int64_t kInvariantSplit = 2048;  // keys of a split with batch_invariant: whatever else runs
-constexpr int64_t kLeastSplit = 512;       // fewer keys, times heads, are not worth a merge
-constexpr int64_t kBlockBytes = 512 << 10;  // of K and V in a block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
-constexpr int64_t kAheadBytes = 16 << 10;  // that decode asks for before it reads them
-constexpr int64_t kLeastKeys = 128;        // of a split
-constexpr int kFewRows = 16;               // at most so many rows of a kv head read K and V in place
-constexpr double kThreadNs = 10e3;         // of work: less is not worth another thread
+constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invariant: whatever else runs
+constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
+constexpr int64_t kLeastKeys = 128;         // of a split
+constexpr int kFewRows = 16;                // at most so many rows of a kv head read K and V in place
+constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
+constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
+constexpr double kThreadNs = 10e3;          // of work: less is not worth another thread
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -65,7 +65,7 @@ int64_t heads_at_once(const Plan& p) {
     const int64_t n = sequence(s, p.a, b).there;
     pieces += s.invariant ? (n + kInvariantSplit - 1) / kInvariantSplit : p.a.splits > 0 ? p.a.splits : (n + kLeastKeys - 1) / kLeastKeys;
   }
-  int64_t heads = std::clamp<int64_t>(kBlockBytes / (kKeys * (s.dim + s.dim_v) * size_of(s.kv_type)), 1, s.heads_kv);
+  int64_t heads = std::clamp<int64_t>(kFewBytes / (kKeys * (s.dim + s.dim_v) * size_of(s.kv_type)), 1, s.heads_kv);
   while (heads > 1 && p.a.threads > 1 && pieces * ((s.heads_kv + heads - 1) / heads) < 3 * p.a.threads) heads = (heads + 1) / 2;
   return heads;
 }
@@ -75,7 +75,8 @@ bool in_tiles(const Shape& s) { return kTiles && kernels(s.q_type, s.kv_type).pa
 // Rows of a tile of many rows: fewer where there would be too few tiles for the threads.
 int64_t rows_at_once(const Plan& p) {
   const Shape& s = p.s;
-  int64_t rows = in_tiles(s) ? kTileRows : kManyRows, all = s.batch * s.len_q;
+  const int64_t row_bytes = (kernels(s.q_type, s.kv_type).pairs ? 2 : 4) * s.dim + 4 * s.dim_v;
+  int64_t rows = in_tiles(s) ? kTileRows : std::clamp<int64_t>(kRowBytes / row_bytes, 96, kManyRows), all = s.batch * s.len_q;
   if (s.kind == kVarlen || s.kind == kPagedRagged) all = s.batch ? std::min(entry(p.a.cu_q, s.batch, s.cu_q_64), s.len_q) : 0;
   while (!s.invariant && p.a.threads > 1 && rows > 96 && all * p.group / rows * s.heads_kv < 4 * p.a.threads) rows /= 2;
   return rows;
@@ -278,15 +279,12 @@ Logit logit_of(const Plan& p, const Tile& t, int64_t head) {
   return {float(p.a.scale * scale_of(p.a.k_scales, p.a.k_scale, s.k_scale, t.b, head)), float(p.a.softcap), s.bias_type, s.bias[3]};
 }
 
-// Keys of a block, from its first, that rows [r, r + n) see.
+// Keys of a block, from its first, that rows [r, r + n) see: what a row sees begins and ends no earlier than for the row before it.
 struct Seen {
-  int from, to = 0;
-  Seen(const Row* row, int64_t n, int64_t first, int keys) : from(keys) {
-    for (int64_t i = 0; i < n; i++) {
-      from = int(std::min<int64_t>(from, std::max<int64_t>(row[i].lo - first, 0)));
-      to = int(std::max<int64_t>(to, std::min<int64_t>(row[i].hi - first, keys)));
-    }
-  }
+  int from = 0, to = 0;
+  Seen() = default;
+  Seen(const Row* row, int64_t n, int64_t first, int keys)
+      : from(int(std::clamp<int64_t>(row[0].lo - first, 0, keys))), to(int(std::clamp<int64_t>(row[n - 1].hi - first, 0, keys))) {}
 };
 
 // What is read kAheadBytes after each row of a block: keys, then values, then the next block's keys.
@@ -335,11 +333,9 @@ void run_few(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t s
     if (seen.to <= seen.from) continue;
     kernel.scores({now.k, ahead.k}, {seen.from / kKeysAtOnce * kKeysAtOnce, seen.to, int(t.heads), per_head, k_step}, q,
                   int(kernel.pairs ? 2 * q_places : q_places), dim, score, p.a.values);
-    for (int h = 0, r = 0; h < t.heads; h++) {
-      const Logit logit = logit_of(p, t, t.head + h);
-      for (; r < (h + 1) * per_head; r++)
-        old[r] = softmax(score + r * kKeys, 0, kKeys, first, row[r], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kKeys : nullptr);
-    }
+    for (int h = 0, r = 0; h < t.heads; h++, r += per_head)
+      softmax(score + r * kKeys, kKeys, 0, kKeys, first, row + r, per_head, logit_of(p, t, t.head + h),
+              kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kKeys : nullptr, old + r);
     kernel.values({now.v, ahead.v}, {seen.from / 2 * 2, seen.to, int(t.heads), per_head, v_step}, kernel.pairs ? pairs : score, old, out, int(o_stride),
                   dim_v, p.a.values);
   }
@@ -369,55 +365,58 @@ void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t 
   const Kernels& kernel = kernels(s.q_type, s.kv_type);
   const int dim = int(s.dim), dim_v = int(s.dim_v), rows = int(t.tokens * p.group), padded = int(up(rows, kRows));
   const int depth = kernel.pairs ? 2 : 1, places = kernel.places(dim);
+  const int block_keys = int(std::clamp<int64_t>(kBlockBytes / (4 / depth * (dim + dim_v)) / kKeys * kKeys, kKeys, kManyKeys));
+  const int few = int(std::max<int64_t>(kScoreBytes / (4 * block_keys) / kRows * kRows, kRows));  // rows whose scores are computed at once
   const int64_t q_places = up(dim, kWide) / depth + kLanes, o_stride = up(dim_v, kPanel);  // kLanes more: rows not a power of two apart
-  const int64_t q_size = up(padded * q_places, 16), o_size = up(padded * o_stride, 16), s_size = int64_t(padded) * kManyKeys, p_size = kernel.pairs ? s_size / 2 : 0;
-  const int64_t k_size = int64_t(kManyKeys) * places, v_size = kManyKeys / depth * o_stride, wide_size = kTurn * up(dim, 16);
-  float* q = scratch.take(q_size + o_size + s_size + p_size + k_size + v_size + wide_size + up(padded, 16));
+  const int64_t q_size = up(padded * q_places, 16), o_size = up(padded * o_stride, 16), s_size = few * block_keys, p_size = kernel.pairs ? s_size / 2 : 0;
+  const int64_t k_size = int64_t(block_keys) * places, v_size = block_keys / depth * o_stride;
+  float* q = scratch.take(q_size + o_size + s_size + p_size + k_size + v_size + kTurn * up(dim, 16));
   float *out = q + q_size, *score = out + o_size, *pairs = score + s_size, *keys = pairs + p_size, *values = keys + k_size, *wide = values + v_size;
-  float *old = wide + wide_size, *weights = kernel.pairs ? pairs : score;
-  const int64_t w_stride = kManyKeys / depth;
+  float* weights = kernel.pairs ? pairs : score;
+  const int64_t w_stride = block_keys / depth;
   std::memset(q, 0, size_t(q_size + o_size) * sizeof(float));
+  std::memset(weights, 0, size_t(few * w_stride) * sizeof(float));
   Row* row = load_rows(p, t, kernel.pairs, q, q_places, wide, scratch);
-  for (int r = rows; r < padded; r++) old[r] = 0;
-  std::memset(weights + rows * w_stride, 0, size_t((padded - rows) * w_stride) * sizeof(float));
   const Logit logit = logit_of(p, t, t.head);
-  std::vector<Seen> seen;  // of each kRows rows
-  seen.reserve(size_t(padded / kRows));
 
   const int64_t size = size_of(s.kv_type);
   Block blocks[2][kManyKeys / kKeys];
   auto find = [&](int64_t from, Block* to) {
-    for (int j = 0; j < kManyKeys; j += kKeys) find_keys(p, t, from + j, end, to[j / kKeys]);
+    for (int j = 0; j < block_keys; j += kKeys) find_keys(p, t, from + j, end, to[j / kKeys]);
   };
   find(begin, blocks[0]);
-  for (int64_t first = begin, turn = 0; first < end; first += kManyKeys, turn ^= 1) {
-    const int n = int(std::min<int64_t>(kManyKeys, end - first));
-    find(first + kManyKeys, blocks[turn ^ 1]);
+  for (int64_t first = begin, turn = 0; first < end; first += block_keys, turn ^= 1) {
+    const int n = int(std::min<int64_t>(block_keys, end - first));
+    find(first + block_keys, blocks[turn ^ 1]);
     for (int j = 0; j < n; j += kKeys) {
       const Block &block = blocks[turn][j / kKeys], &next = blocks[turn ^ 1][j / kKeys];
       kernel.keys_to_panels({block.k, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
-      kernel.values_to_panels({block.v, block.n}, dim_v, values + j / depth * kPanel, kManyKeys / depth, p.a.values);
+      kernel.values_to_panels({block.v, block.n}, dim_v, values + j / depth * kPanel, block_keys / depth, p.a.values);
       for (int i = 0; i < next.n; i++) {  // packing waits for memory otherwise
         for (int64_t at = 0; at < dim * size; at += 64) __builtin_prefetch(next.k[i] + at, 0, 2);
         for (int64_t at = 0; at < dim_v * size; at += 64) __builtin_prefetch(next.v[i] + at, 0, 2);
       }
     }
-    seen.clear();
-    for (int r = 0; r < padded; r += kRows) seen.emplace_back(row + r, std::min(kRows, rows - r), first, n);
-    for (int c = 0; c < n; c += kPanel)
-      for (int r = 0; r < padded; r += kRows)
-        if (c < seen[r / kRows].to && c + kPanel > seen[r / kRows].from)
-          kernel.product(q + r * q_places, q_places, keys + int64_t(c) * places, places, score + r * kManyKeys + c, kManyKeys, nullptr);
-    const int whole = int(up(n, kPanel));
-    for (int r = 0; r < rows; r++)
-      old[r] = softmax(score + r * kManyKeys, 0, whole, first, row[r], logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) + r * kManyKeys : nullptr);
-    for (int c = 0; c < dim_v; c += kPanel)
-      for (int r = 0; r < padded; r += kRows) {
-        const Seen& x = seen[r / kRows];
-        const int from = x.from / depth, to = (x.to + depth - 1) / depth;
-        if (x.to > x.from)
-          kernel.product(weights + r * w_stride + from, w_stride, values + c * w_stride + from * kPanel, to - from, out + r * o_stride + c, o_stride, old + r);
-      }
+    for (int r = 0; r < rows; r += few) {
+      const int count = std::min(few, rows - r);
+      const Seen seen(row + r, count, first, n);
+      if (seen.to <= seen.from) continue;
+      const int from = seen.from / kPanel * kPanel, to = int(up(seen.to, kPanel));
+      Seen some[kMostAtOnce / kRows];  // of each kRows rows
+      for (int i = 0; i < count; i += kRows) some[i / kRows] = Seen(row + r + i, std::min(kRows, count - i), first, n);
+      for (int c = from; c < to; c += kPanel)
+        for (int i = 0; i < count; i += kRows)
+          if (c < some[i / kRows].to && c + kPanel > some[i / kRows].from)
+            kernel.product(q + (r + i) * q_places, q_places, keys + int64_t(c) * places, places, score + i * block_keys + c, block_keys, nullptr);
+      float old[kMostAtOnce]{};
+      softmax(score, block_keys, from, to, first, row + r, count, logit, kernel.pairs ? reinterpret_cast<uint16_t*>(pairs) : nullptr, old);
+      for (int c = 0; c < dim_v; c += kPanel)
+        for (int i = 0; i < count; i += kRows) {
+          const int a = some[i / kRows].from / depth, b = (some[i / kRows].to + depth - 1) / depth;
+          if (b > a)
+            kernel.product(weights + i * w_stride + a, w_stride, values + c * w_stride + a * kPanel, b - a, out + (r + i) * o_stride + c, o_stride, old + i);
+        }
+    }
   }
   if (kernel.pairs) restore(out, padded * o_stride);
   hand_over(p, t, split, out, row, states);
@@ -454,11 +453,11 @@ void run_tiles(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t
       const int from = seen.from / kPanel * kPanel, to = int(up(seen.to, kPanel));
       for (int c = from; c < to; c += kPanel)
         tile_product(high, q + r * q_places, q_places * 4, keys + int64_t(c) * places, places / 16, score + c, kTileKeys * 4, false);
-      for (int i = 0; i < count; i++) {
-        const float old = softmax(score + i * kTileKeys, from, to, first, row[r + i], logit, reinterpret_cast<uint16_t*>(pairs) + i * kTileKeys);
-        if (old != 1.0f)
-          for (float *x = out + (r + i) * o_stride, *stop = x + o_stride; x < stop; x += kLanes) store(x, load(x) * old);
-      }
+      float old[kTileRowsAtOnce];
+      softmax(score, kTileKeys, from, to, first, row + r, count, logit, reinterpret_cast<uint16_t*>(pairs), old);
+      for (int i = 0; i < count; i++)
+        if (old[i] != 1.0f)
+          for (float *x = out + (r + i) * o_stride, *stop = x + o_stride; x < stop; x += kLanes) store(x, load(x) * old[i]);
       for (int c = 0; c < dim_v; c += kPanel)
         tile_product(high, pairs + from / 2, kTileKeys * 2, values + c * (kTileKeys / 2) + from / 2 * kPanel, (to - from) / 32, out + r * o_stride + c,
                      o_stride * 4, true);

@@ -14,9 +14,13 @@
 
 namespace pa {
 
-constexpr int kManyRows = kLanes == 16 ? 192 : 96;  // rows that a block is packed for: as many as the second cache holds beside it
-constexpr int kManyKeys = 2 * kKeys;                // of a block: a row's maximum, sum and rescaled out cost as much whatever their number is
-constexpr int kTileRows = 512;                      // with AMX's tiles, whose products take less of the time
+// In the second cache stay a tile's rows with their sums, and a block of keys and values, packed for all of them; in the first the scores of a few rows.
+constexpr int64_t kRowBytes = (kLanes == 16 ? 512 : 192) << 10;
+constexpr int64_t kBlockBytes = (kLanes == 16 ? 512 : 128) << 10;
+constexpr int64_t kScoreBytes = 24 << 10;
+constexpr int kManyRows = 576, kManyKeys = 512;  // at most; more keys cost less for each row's maximum, sum and rescaled out
+constexpr int kMostAtOnce = int(kScoreBytes / (4 * kKeys) / kRows * kRows);
+constexpr int kTileRows = 512;  // with AMX's tiles, whose products take less of the time
 
 // Rows of a block of keys or values.
 struct Rows {

@@ -52,45 +52,77 @@ inline vf inside(vf x, int j, int a, int b) {
   return select((column >= a) & (column < b), x, fill(-kInf));
 }
 
-// Scores s[from, to) of keys from `first` on to probabilities: in place, or rounded to bfloat16 into `pairs`. from and to are whole panels.
-// Returns the factor for the row's old sum and out.
-inline float softmax(float* s, int from, int to, int64_t first, Row& row, const Logit& c, uint16_t* pairs) {
-  const int a = int(std::clamp<int64_t>(row.lo - first, from, to)), b = int(std::clamp<int64_t>(row.hi - first, a, to));
-  auto put = [&](int j, vf x, vf y) {
-    if (pairs)
-      to_bf16(x, y, pairs + j);
-    else
-      store(s + j, x), store(s + j + kLanes, y);
-  };
-  const int va = a / kPanel * kPanel, vb = b > a ? (b + kPanel - 1) / kPanel * kPanel : va;
-  for (int j = from; j < va; j += kPanel) put(j, vf{}, vf{});
-  for (int j = vb; j < to; j += kPanel) put(j, vf{}, vf{});
-  if (b <= a) return 1.0f;
+// Columns of a row's scores: it sees [a, b), which whole panels [va, vb) hold.
+struct Columns {
+  int a, b, va, vb;
+  Columns(const Row& row, int from, int to, int64_t first)
+      : a(int(std::clamp<int64_t>(row.lo - first, from, to))), b(int(std::clamp<int64_t>(row.hi - first, a, to))), va(a / kPanel * kPanel),
+        vb(b > a ? (b + kPanel - 1) / kPanel * kPanel : va) {}
+};
 
+// The row's greatest logit so far, before its unit; what it does not see is -inf then.
+inline float raise(float* s, const Columns& at, int64_t first, Row& row, const Logit& c) {
   row.unit = c.scale;
-  if (c.softcap > 0 || row.slope != 0 || row.bias || !(c.scale > 0)) to_logits(s, va, vb, a, b, first, row, c), row.unit = 1;
-  const float scale = row.unit * kLog2E;
+  if (c.softcap > 0 || row.slope != 0 || row.bias || !(c.scale > 0)) to_logits(s, at.va, at.vb, at.a, at.b, first, row, c), row.unit = 1;
+  auto mask = [&](int j) {
+    for (int i = j; i < j + kPanel; i += kLanes) store(s + i, inside(load(s + i), i, at.a, at.b));
+  };
+  if (at.a > at.va) mask(at.va);
+  if (at.b < at.vb) mask(at.vb - kPanel);
   vf tops = fill(-kInf), more = tops;
-  for (int j = va; j < vb; j += kPanel) {
-    vf x = load(s + j), y = load(s + j + kLanes);
-    if (j < a || j + kPanel > b) {
-      x = inside(x, j, a, b), y = inside(y, j + kLanes, a, b);
-      store(s + j, x), store(s + j + kLanes, y);
-    }
-    tops = max_number(x, tops), more = max_number(y, more);
-  }
-  const float most = largest(max_number(tops, more)), top = most > row.top ? most : row.top;
-  const float base = top == -kInf ? 0.0f : top;  // nothing but -inf so far: 2^(-inf - 0) = 0
+  for (int j = at.va; j < at.vb; j += kPanel) tops = max_number(load(s + j), tops), more = max_number(load(s + j + kLanes), more);
+  const float most = largest(max_number(tops, more));
+  return most > row.top ? most : row.top;
+}
+
+// A row's weights: 2^((s - base) scale) where it sees keys, else 0; returns their sum.
+template <bool kRound>
+inline float weigh(float* s, const Columns& at, int from, int to, float base, float scale, uint16_t* pairs) {
+  auto put = [&](int j, vf a, vf b) __attribute__((always_inline)) {
+    if (kRound)
+      to_bf16(a, b, pairs + j);
+    else
+      store(s + j, a), store(s + j + kLanes, b);
+  };
+  for (int j = from; j < at.va; j += kPanel) put(j, vf{}, vf{});
   vf total{}, rest{};
-  for (int j = va; j < vb; j += kPanel) {
-    const vf x = exp2((load(s + j) - base) * scale), y = exp2((load(s + j + kLanes) - base) * scale);  // equal scores differ by 0, however large
-    put(j, x, y);
-    total += x, rest += y;
+  for (int j = at.va; j < at.vb; j += kPanel) {
+    const vf a = exp2((load(s + j) - base) * scale), b = exp2((load(s + j + kLanes) - base) * scale);  // equal scores differ by 0, however large
+    put(j, a, b);
+    total += a, rest += b;
   }
-  const float old = row.top == top ? 1.0f : exp2(fill((row.top - base) * scale))[0];
-  row.top = top;
-  row.sum = row.sum * old + pa::sum(total + rest);
-  return old;
+  for (int j = at.vb; j < to; j += kPanel) put(j, vf{}, vf{});
+  return sum(total + rest);
+}
+
+// Scores [from, to) of keys from `first` on to probabilities, for n rows that lie `stride` apart: in place, or rounded to bfloat16 into `pairs`.
+// from and to are whole panels. old[r]: the factor for the row's old sum and out.
+// All maxima come before all exponentials: a row's steps wait for each other, those of different rows do not.
+inline void softmax(float* s, int64_t stride, int from, int to, int64_t first, Row* row, int n, const Logit& c, uint16_t* pairs, float* old) {
+  constexpr int kAtOnce = 48;  // whole vectors
+  float base[kAtOnce], fall[kAtOnce]{};
+  for (; n > 0; n -= kAtOnce) {
+    const int count = std::min(n, kAtOnce);
+    for (int r = 0; r < count; r++) {
+      const Columns at(row[r], from, to, first);
+      const float top = at.a < at.b ? raise(s + r * stride, at, first, row[r], c) : row[r].top;
+      base[r] = top == -kInf ? 0.0f : top;  // nothing but -inf so far: 2^(-inf - 0) = 0
+      fall[r] = row[r].top == top ? 0.0f : (row[r].top - base[r]) * (row[r].unit * kLog2E);
+      row[r].top = top;
+    }
+    for (int r = 0; r < count; r += kLanes) store(fall + r, exp2(load(fall + r)));
+    for (int r = 0; r < count; r++, s += stride, old++, row++) {
+      const Columns at(*row, from, to, first);
+      const float scale = row->unit * kLog2E;
+      float sum;
+      if (pairs)
+        sum = weigh<true>(s, at, from, to, base[r], scale, pairs), pairs += stride;
+      else
+        sum = weigh<false>(s, at, from, to, base[r], scale, nullptr);
+      *old = fall[r];
+      row->sum = row->sum * fall[r] + sum;
+    }
+  }
 }
 
 }  // namespace pa

@@ -267,11 +267,11 @@ inline void put_row(void* base, int64_t at, const float* x, int64_t n, float fac
 // ---------------------------------------------------------------- functions
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x, relative error below 2e-7 from -126 to 127; smaller x give 0, NaN stays NaN. The polynomial is the best of its degree for half a unit around 0.
+// 2^x, relative error below 2e-7 from -126 to 127; -inf gives 0 and so does all that is too small, NaN stays NaN.
+// The polynomial is the best of its degree for half a unit around 0.
 inline vf exp2(vf x) {
 #if defined(__AVX512F__)
-  const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // of -inf: 0
 #else
   const vi tiny = x < -126.0f;
   x = select(x > 127.0f, fill(127.0f), select(tiny, fill(-126.0f), x));
@@ -285,7 +285,7 @@ inline vf exp2(vf x) {
   p = p * r + 6.931470037e-1f;
   p = p * r + 1.0f;
 #if defined(__AVX512F__)
-  return (vf)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)(x - r));
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)(x - r));
 #else
   const vf power = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
   return select(tiny, vf{}, p * power);
