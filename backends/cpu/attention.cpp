@@ -21,9 +21,11 @@ namespace {
 constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invariant: whatever else runs
 constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
 constexpr int64_t kLeastKeys = 128;         // of a split
+constexpr int64_t kPieces = 2;              // of all keys, for each thread: more make threads end together, fewer are merged sooner
 constexpr int kFewRows = 16;                // at most so many rows of a kv head read K and V in place
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
 constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
+constexpr int kRowsAhead = 8;               // rows of q and out are asked for so many before: tokens lie too far apart for the processor to guess
 constexpr double kThreadNs = 10e3;          // of work: less is not worth another thread
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -111,7 +113,7 @@ void make_plan(Plan& p) {
     }
   }
   p.threads = std::min<int64_t>(p.a.threads, 1 + int64_t(ns / kThreadNs));
-  const int64_t target = p.threads > 1 ? std::max(kLeastSplit, up(keys / (4 * p.threads) + 1, kKeys)) : INT64_MAX / 2;
+  const int64_t pieces = kPieces * p.threads, target = p.threads > 1 ? std::max(kLeastSplit, up((keys + pieces - 1) / pieces, kKeys)) : INT64_MAX / 2;
   for (Tile& t : p.tiles) {
     const int64_t n = t.hi - t.lo;
     if (s.invariant)
@@ -189,14 +191,21 @@ void find_keys(const Plan& p, const Tile& t, int64_t first, int64_t end, Block& 
   only_seen(t, first, block);
 }
 
-int64_t query_at(const Plan& p, const Tile& t, int64_t head, int64_t r) {
-  return token(p.s.q, p.s, t.seq, t.b, t.first + r / p.group, head * p.group + r % p.group);
+// Offset of row r of a kv head in q, or in out.
+int64_t row_at(const int64_t stride[3], const Plan& p, const Tile& t, int64_t kv_head, int64_t r) {
+  return token(stride, p.s, t.seq, t.b, t.first + r / p.group, kv_head * p.group + r % p.group);
+}
+
+// Asks for memory that is read (kWrite 0) or written (1) soon.
+template <int kWrite>
+void ask(const void* base, int64_t at, int64_t n, int64_t size) {
+  for (const char *from = static_cast<const char*>(base) + at * size, *x = from; x < from + n * size; x += 64) __builtin_prefetch(x, kWrite);
 }
 
 // A row of q, turned if the call says so; `x` has room for whole vectors of pairs.
 void load_query(const Plan& p, const Tile& t, int64_t head, int64_t r, float* x) {
   const Shape& s = p.s;
-  const int64_t i = t.first + r / p.group, at = query_at(p, t, head, r);
+  const int64_t i = t.first + r / p.group, at = row_at(s.q, p, t, head, r);
   switch (s.q_type) {
     case kF32: widen<F32>(static_cast<const char*>(p.a.q) + at * 4, int(s.dim), x, nullptr); break;
     case kF16: widen<F16>(static_cast<const char*>(p.a.q) + at * 2, int(s.dim), x, nullptr); break;
@@ -234,7 +243,7 @@ void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const floa
   }
   if (p.a.lse) p.a.lse[token(s.lse, s, t.seq, t.b, i, head)] = lse;
   const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, kv_head));
-  const int64_t at = token(s.out, s, t.seq, t.b, i, head);
+  const int64_t at = row_at(s.out, p, t, kv_head, r);
   if (empty)
     for (int64_t d = 0; d < s.dim_v; d++) put(p.a.out, at + d, 0.0f, s.out_type);
   else
@@ -265,7 +274,11 @@ void merge(const Plan& p, const Tile& t, const float* states, Scratch& scratch) 
 void hand_over(const Plan& p, const Tile& t, int64_t split, const float* out, const Row* row, float* states) {
   const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel);
   if (t.splits == 1) {
-    for (int64_t r = 0; r < rows; r++) finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top * row[r].unit, row[r].sum);
+    for (int64_t r = 0; r < rows; r++) {
+      if (const int64_t n = r + kRowsAhead; n < rows)
+        ask<1>(p.a.out, row_at(p.s.out, p, t, t.head + n / per_head, n % per_head), p.s.dim_v, size_of(p.s.out_type));
+      finish(p, t, t.head + r / per_head, r % per_head, out + r * stride, row[r].top * row[r].unit, row[r].sum);
+    }
     return;
   }
   float* state = states + (t.state + split) * p.state_size;
@@ -349,8 +362,9 @@ Row* load_rows(const Plan& p, const Tile& t, bool pairs, float* q, int64_t q_pla
   scratch.rows.resize(size_t(rows));
   for (int r = 0; r < rows; r++) {
     float* to = q + r * q_places;
+    if (r + kRowsAhead < rows) ask<0>(p.a.q, row_at(p.s.q, p, t, t.head, r + kRowsAhead), p.s.dim, size_of(p.s.q_type));
     if (pairs && p.s.q_type == kBF16 && !p.a.cos) {
-      std::memcpy(to, static_cast<const uint16_t*>(p.a.q) + query_at(p, t, t.head, r), size_t(p.s.dim) * 2);
+      std::memcpy(to, static_cast<const uint16_t*>(p.a.q) + row_at(p.s.q, p, t, t.head, r), size_t(p.s.dim) * 2);
     } else {
       load_query(p, t, t.head, r, pairs ? wide : to);
       if (pairs) to_bf16_row(wide, int(p.s.dim), reinterpret_cast<uint16_t*>(to));
