@@ -22,7 +22,8 @@ constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invari
 constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
 constexpr int64_t kLeastKeys = 128;         // of a split
 constexpr int64_t kPieces = 2;              // of all keys, for each thread: more make threads end together, fewer are merged sooner
-constexpr int kFewRows = 16;                // at most so many rows of a kv head read K and V in place
+// At most so many rows of a kv head read K and V in place (measured on a Zen 5: 64 for AVX512, 32 for AVX2; not with AMX's tiles).
+constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
 constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
 constexpr int kRowsAhead = 8;               // rows of q and out are asked for so many before: tokens lie too far apart for the processor to guess
@@ -108,7 +109,7 @@ void make_plan(Plan& p) {
       for (int64_t head = 0; head < s.heads_kv; head += heads)
         p.tiles.push_back({x, b, head, std::min(heads, s.heads_kv - head), first, end - first, seen, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
       const double elements = double(hi - lo) * double(s.dim + s.dim_v) * double(s.heads_kv);
-      ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 24.0 : double((end - first) * p.group) / 80.0);
+      ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 24.0 + double(rows) / 160.0 : double((end - first) * p.group) / 80.0);
       keys += (hi - lo) * s.heads_kv;
     }
   }

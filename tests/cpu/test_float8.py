@@ -16,7 +16,7 @@ from .conftest import EMULATED, choose, sets
 
 KINDS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15), torch.float8_e4m3fnuz: (3, 8), torch.float8_e5m2fnuz: (2, 16)}  # mantissa bits, bias
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ROWS = (1, 20)  # read in place, packed into panels
+ROWS = (1, 20, 70)  # read in place, in place or in tiles of AMX, packed into panels
 
 
 @pytest.fixture(params=(*sets.OF_ARCH.get(sets.arch(), ("portable",)), *EMULATED))

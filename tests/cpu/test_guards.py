@@ -49,7 +49,7 @@ def test_rotary_tables_that_end_before_the_keys():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, rows", [((4, 2), 1), ((16, 8), 1), ((4, 2), 60)])
+@pytest.mark.parametrize("heads, rows", [((4, 2), 1), ((16, 8), 1), ((4, 2), 20), ((4, 2), 60)])
 @pytest.mark.parametrize("left", [36, 37])  # bfloat16 values are taken in pairs
 def test_pages_left_of_every_window_may_be_anyones(heads, rows, dtype, left):
     unseen = 250 - rows - left
