@@ -4,9 +4,11 @@
 // A second caller at the same time works alone. After fork OpenMP's threads are gone, and its next team would wait for them: the child makes its own.
 #pragma once
 
-#include <dlfcn.h>
 #include <pthread.h>
+#if defined(__linux__)
+#include <dlfcn.h>
 #include <time.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -18,6 +20,7 @@
 namespace pa {
 
 // The OpenMP that this process has already: libgomp, or libiomp5, which has the same entry. None is linked.
+#if defined(__linux__)
 class Team {
  public:
   // Runs work() on `threads` threads and returns true; false, and nothing is run, if they sleep or there is no OpenMP.
@@ -60,6 +63,15 @@ class Team {
 
   Parallel parallel_;
 };
+#else  // elsewhere torch's is LLVM's, which has another entry, not tried
+class Team {
+ public:
+  template <class Work>
+  bool run(int64_t, Work&) { return false; }
+  static Team found() { return {}; }
+  static Team none() { return {}; }
+};
+#endif
 
 class Pool {
  public:

@@ -23,7 +23,7 @@ def any_case(draw: random.Random) -> Case:
     dim = draw.choice(DIMS)
     batch = draw.choice((1, 2, 3, 5))
     top_q = draw.choice((1, 1, 2, 5, 17, 40, 100))
-    lens = [(top_q if maybe(0.6) else draw.randint(0, top_q), draw.choice((0, 1, 7, 63, 64, 65, 100, 129, 300))) for _ in range(batch)]
+    lens = [(top_q if maybe(0.6) else draw.randint(0, top_q), draw.choice((0, 1, 7, 63, 64, 65, 100, 129, 300, 600))) for _ in range(batch)]
     if layout == "dense":
         lens = lens[:1] * batch
     left, right = (draw.choice((-1, 0, 1, 5, 63, 100)) for _ in range(2))
