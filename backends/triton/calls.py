@@ -148,6 +148,12 @@ def _nested(t: Tensor) -> bool:
     return inside and all(s >= tokens * row or n == 1 for s, n in zip(batch_s, t.shape)) and max(t.stride()) < 1 << 38
 
 
+def _near(t: Tensor) -> bool:
+    """Whether rows of a cache start at multiples of 16 bytes from its first, of which 31 bits count all."""
+    strides = [s * t.element_size() for s in t.stride()[:2]]
+    return all(s % 16 == 0 for s in strides) and sum((n - 1) * s for n, s in zip(t.shape, strides)) < 1 << 35
+
+
 def _map_of(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: Any, layout: Any = None) -> Map:
     """A tensor map; the stride of an axis of length 1, which may be anything, is one that the driver takes."""
     found, inner = [], 1
@@ -255,6 +261,7 @@ class Attention:
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(cu_k), aligned=all(s % 16 == 0 for s in strides),
             v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=widest * 256 >= 1 << 31,
+            near=self.layout == "paged" and all(map(_near, (k, v))), alike=_row_strides(k) == _row_strides(v),
             ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
             short=self.max_k <= schedule.SHORT_KEYS and self.layout != "varlen" and not self.invariant, flip=False,
             descriptors=False, wgmma=self.machine.wgmma,
@@ -278,6 +285,8 @@ class Attention:
         # Chunks of about one length are tiles with some splits; a batch of mostly decodes wants both kinds side by side.
         chunks = not self.invariant and self.total_q is not None and self.total_q * 2 >= self.batch * self.max_q
         kind = "tiles" if shape.descriptors else "gather" if mode != "both" else "chunks" if chunks else "mixed"
+        if shape.kv_dtype in FORMATS and kind in ("gather", "chunks"):
+            kind += "8"
         tile, base = schedule.configs_for(self.machine.arch, kind, padded, is32)
         if self.interpreted and self.max_k >= 2048:  # its time is counted in tiles
             tile, base = tile._replace(bm=128, bn=256), base._replace(bn=256)
@@ -291,12 +300,17 @@ class Attention:
             split = schedule.split_config(base, tile, mode, rows, self.group)
             merge_rows = min(16, split.bm, schedule.pow2(self.group if mode == "both" else rows))
             spec = schedule.attend_spec(shape, mode, tile, split, search, vector and mode != "tiles", merge_rows)
+            shared = 0
             if self.interpreted:
                 slots = 4
                 break
             kernel = _load(spec, self.index)
             if kernel.metadata.shared <= self.machine.shared:
-                slots = self.machine.multiprocessors * self._resident(kernel, spec)
+                resident = self._resident(kernel, spec)
+                slots = self.machine.multiprocessors * resident
+                if mode == "splits" and self.machine.arch == "sm_90":
+                    # Room for so many and no more: else they stand unevenly (64 x 1k, head dim 256: 80 us for 69 on an H200).
+                    shared = (self.machine.shared + 1024) // (resident + 1) - 1023
                 break
             if mode == "splits" and rows <= schedule.SPLIT_ROWS:
                 base = base.smaller()
@@ -314,7 +328,7 @@ class Attention:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
             with torch.cuda.device(self.index):
-                launch = Launch(kernel, spec, fixed, grid.total, self.index, self._maps(call, tile) if shape.descriptors else ())
+                launch = Launch(kernel, spec, fixed, grid.total, self.index, self._maps(call, tile) if shape.descriptors else (), shared)
         items = grid.total - grid.programs
         block = split.bm * schedule.pow2(self.dv, 16)
         self.described = (mode, tile, split, grid)
@@ -381,7 +395,9 @@ class Attention:
         by_shared = (self.machine.shared + 1024) // (kernel.metadata.shared + 1024)
         registers = max(16, -(-getattr(kernel, "n_regs", 128) // 8) * 8)
         by_registers = 65536 // (registers * 32 * spec.warps)
-        return max(1, min(by_shared, by_registers, 4))
+        # Of four warps a third one lost a sixth on an H200, where 256 pairs met 396 places.
+        most = min(4, 8 // spec.warps) if self.machine.arch == "sm_90" else 4
+        return max(1, min(by_shared, by_registers, most))
 
     # ---- at every call
 
@@ -568,11 +584,11 @@ class Append:
             names = ["block_table", "kv_lens"] + (["cu_seqlens_q"] if ragged else [])
             dtypes = dict(table=call.block_table.dtype, kv_lens=call.kv_lens.dtype, cu_q=_dtype(call.cu_seqlens_q), slots=None)
             table_b = call.block_table.stride(0) if _plain(call.block_table) else call.block_table.shape[1]
-            len_q, room = 0 if ragged else k_new.shape[1], call.block_table.shape[1]
+            len_q, columns = 0 if ragged else k_new.shape[1], call.block_table.shape[1]
             interleaved, counting = call.rotary_interleaved, call.counting
         else:
             k_new, v_new, k, v, mapping, k_scale, v_scale = slots
-            batch, names, len_q, room, table_b, cos, interleaved = 1, ["slot_mapping"], 0, k.shape[0], 0, None, False
+            batch, names, len_q, columns, table_b, cos, interleaved = 1, ["slot_mapping"], 0, 0, 0, None, False
             counting = dialect.AFTER
             dtypes = dict(table=None, kv_lens=None, cu_q=None, slots=mapping.dtype)
         self.names = names + [n for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, Tensor)]
@@ -589,7 +605,7 @@ class Append:
         cos_s = (cos.stride(0) if _plain(cos) else cos.shape[1]) if cos is not None else 0
         fixed = [*_row_strides(k_new), *_row_strides(v_new), *_row_strides(k), *_row_strides(v), table_b,
                  *_scale_strides(k_scale),
-                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads, room]
+                 *_scale_strides(v_scale), cos_s, batch, max(1, len_q), k.shape[1], self.tokens, heads, k.shape[0], columns]
         grid = -(-self.tokens // dict(spec.constants)["BT"]) * heads
         self.launch: Any = None
         if grid:

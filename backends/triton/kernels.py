@@ -13,8 +13,9 @@ Tiles      BM rows by BN keys. Keys that no row of the tile sees are not visited
 Schedule   A tile program owns BM rows of one kv head and walks all their keys. A split program owns a part of the keys
            (an "item"); which one is computed by every program for itself from the lengths on the device, so no host sync
            and no plan. The last item of a row block to arrive merges the parts, in the order of the keys: same bits always.
-Memory     Every offset that multiplies a stride is 64-bit. Keys outside a sequence, or outside what its window sees, are
-           never loaded (they may hold NaN); neither are table entries for them.
+Memory     Offsets are 64-bit, but for pages whose cache 31 bits count in pieces of 16 bytes. Keys outside a sequence, or outside
+           what its window sees, are never loaded (they may hold NaN), whatever the table says of them; entries past the last key
+           are not read.
 Numerics   Accumulates in float32. p = exp2(s * c - m * c) is one fused multiply-add an element, m the unscaled maximum. With
            |m * c| >= 2^24 the rounding of m * c could make exp2 overflow; such rows take a power of two near c instead, by
            which products are exact: logits that far apart leave one key anyway. float32 inputs use float32 arithmetic (IEEE).
@@ -153,28 +154,42 @@ def rotated(x_ptr, x_at, dims, mask, position, cos, sin, cos_s, D: tl.constexpr,
 
 
 @triton.jit
-def pages_of(table, n, cols, lo, hi, page_size, PAGE: tl.constexpr):
-    """Page ids of keys n + cols, of those in lo .. hi only; one id if a tile lies in one page (PAGE -1)."""
+def pages_of(table, n, cols, lo, hi, page_size, PAGE: tl.constexpr, ENDS: tl.constexpr):
+    """Page ids of keys n + cols; one id if a tile lies in one page (PAGE -1). ENDS: what of keys outside lo .. hi: "masked", their
+    entries are not read; "last", those past hi take the last key's, and none lies before lo; "none", there are none."""
     if PAGE == -1:
-        return tl.load(table + n // page_size, mask=n < hi, other=0)
+        at = n // page_size
+        there = n < hi
     else:
         if PAGE > 0:
             at = n // PAGE + cols // PAGE
         else:
             at = (n + cols) // page_size
-        return tl.load(table + at, mask=(n + cols >= lo) & (n + cols < hi), other=0)
+        there = (n + cols >= lo) & (n + cols < hi)
+    if ENDS == "masked":
+        return tl.load(table + at, mask=there, other=0)
+    elif ENDS == "last":
+        return tl.load(table + tl.minimum(at, (hi - 1) // page_size))
+    else:
+        return tl.load(table + at)
 
 
 @triton.jit
 def key_rows(base, pages, n, cols, page_stride, row_stride, page_size, PAGED: tl.constexpr, PAGE: tl.constexpr,
-             WIDE: tl.constexpr):
-    """Pointers to the rows of keys n + cols; n is a multiple of BN. WIDE: offsets inside a tile need 64 bits too."""
+             WIDE: tl.constexpr, NEAR: tl.constexpr):
+    """Pointers to the rows of keys n + cols; n is a multiple of BN. WIDE: offsets inside a tile need 64 bits too. NEAR: rows start at
+    multiples of 16 bytes, of which 31 bits count all: 32-bit products, a third of the instructions."""
     if PAGED and PAGE != -1:
         if PAGE > 0:
             inside = cols % PAGE
         else:
             inside = (n + cols) % page_size
-        return base + (pages.to(tl.int64) * page_stride + inside * row_stride)
+        if NEAR:
+            UNIT: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+            pieces = pages.to(tl.int32) * (page_stride // UNIT).to(tl.int32) + inside * (row_stride // UNIT).to(tl.int32)
+            return base + pieces.to(tl.int64) * UNIT
+        else:
+            return base + (pages.to(tl.int64) * page_stride + inside * row_stride)
     else:
         if PAGED:
             start = base + (pages.to(tl.int64) * page_stride + (n % page_size) * row_stride)
@@ -289,8 +304,8 @@ def walk(
     bias_h, bias_q, bias_k, cos_s, page_size,
     c, cap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
-    BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, NEAR: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr,
     FLIP: tl.constexpr, DENSE: tl.constexpr,
 ):
@@ -379,12 +394,14 @@ def walk(
                 first_n, last_n = start, end
             pages = cols
             if PAGED:  # looked up one tile ahead, so that no load of keys waits for its page
-                pages = pages_of(table, first_n, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
+                pages = pages_of(table, first_n, cols, lo, tl.minimum(hi, last_n), page_size, PAGE, "masked")
             for n in tl.range(first_n, last_n, BN):
-                k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-                v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
-                if PAGED:
-                    pages = pages_of(table, n + BN, cols, lo, tl.minimum(hi, last_n), page_size, PAGE)
+                k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE, NEAR)
+                v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE, NEAR)
+                if PAGED and LOOPS == "two":  # the last tile looks its own up again
+                    pages = pages_of(table, tl.minimum(n + BN, last_n - BN), cols, lo, hi, page_size, PAGE, "none")
+                elif PAGED:
+                    pages = pages_of(table, n + BN, cols, lo, hi, page_size, PAGE, "last")
                 edge = (n < full_start) | (n >= full_end)
                 acc, den, top = step(
                     acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
@@ -399,11 +416,11 @@ def walk(
                 if t >= before:
                     n = full_end + (t - before) * BN
                 if PAGED:
-                    here = pages_of(table, n, cols, lo, hi, page_size, PAGE)
+                    here = pages_of(table, n, cols, lo, hi, page_size, PAGE, "masked")
                 else:
                     here = cols
-                k_row = key_rows(k_ptr, here, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE)
-                v_row = key_rows(v_ptr, here, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE)
+                k_row = key_rows(k_ptr, here, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE, NEAR)
+                v_row = key_rows(v_ptr, here, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE, NEAR)
                 acc, den, top = step(
                     acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
                     True, c, cap, slope, bias_row, bias_k, row_ok,
@@ -463,8 +480,9 @@ def program(
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr,
     SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, NEAR: tl.constexpr, ALIKE: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
     IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr,
     MERGE_PARTS: tl.constexpr, LSE_FORM: tl.constexpr,
 ):
@@ -474,6 +492,8 @@ def program(
     q_b, q_s, q_h = q_b.to(tl.int64), q_s.to(tl.int64), q_h.to(tl.int64)
     k_b, k_s, k_h = k_b.to(tl.int64), k_s.to(tl.int64), k_h.to(tl.int64)
     v_b, v_s, v_h = v_b.to(tl.int64), v_s.to(tl.int64), v_h.to(tl.int64)
+    if ALIKE:  # K and V have the same strides: one offset of a row serves both
+        v_b, v_s, v_h = k_b, k_s, k_h
     o_b, o_s, o_h = o_b.to(tl.int64), o_s.to(tl.int64), o_h.to(tl.int64)
     table_b, cos_s = table_b.to(tl.int64), cos_s.to(tl.int64)
     bias_b, bias_h, bias_q, bias_k = bias_b.to(tl.int64), bias_h.to(tl.int64), bias_q.to(tl.int64), bias_k.to(tl.int64)
@@ -652,7 +672,7 @@ def program(
                 q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi,
                 cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
-                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY,
+                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, NEAR, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY,
                 INTERLEAVED,
                 FORMAT, V_IN_K, IEEE, DEFER, LOOPS, FLIP, not PAGED and cu_k is None)
 
@@ -716,8 +736,8 @@ def attend(
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr,
     SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, NEAR: tl.constexpr,
+    ALIKE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
     V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, SPLIT_LOOPS: tl.constexpr, FLIP: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, LSE_FORM: tl.constexpr,
@@ -751,7 +771,7 @@ def attend(
                 fixed_chunk,
                 fixed_splits, stripe, before, lse_rows, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV,
                 BD, BD2, BDV,
-                PAGED, PAGE, WIDE, LEFT,
+                PAGED, PAGE, WIDE, NEAR, ALIKE, LEFT,
                 RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS,
                 LSE_FORM)
     if MODE != "tiles":
@@ -766,7 +786,7 @@ def attend(
                 fixed_chunk,
                 fixed_splits, stripe, before, lse_rows, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH,
                 G, D, DV, BD, BD2, BDV, PAGED,
-                SPLIT_PAGE, WIDE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
+                SPLIT_PAGE, WIDE, NEAR, ALIKE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
                 SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS, LSE_FORM)
 
 
@@ -778,15 +798,15 @@ def append(
     k_new, v_new, k, v, table, kv_lens, cu_q, slots, k_scale, v_scale, cos, sin,
     k_divisor, v_divisor,
     kn_b, kn_s, kn_h, vn_b, vn_s, vn_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b, ks_b, ks_h, vs_b, vs_h, cos_s,
-    batch, len_q, page_size, tokens, heads, room,
+    batch, len_q, page_size, tokens, heads, pages, columns,
     BT: tl.constexpr, BB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, BY_HAND: tl.constexpr, COUNTING: tl.constexpr,
 ):
     """Writes new keys and values into a paged cache: stored = x / scale, after rotary. One program a kv head and BT tokens.
 
     With `slots`, token t goes to slot slots[t] (page * page_size + offset; negative: nowhere). Else it is one of the last
-    tokens of its sequence, and goes to position kv_lens[b] - Lq + i (negative: nowhere) through the table. `room` is the
-    number of pages, or of table entries of a sequence: what lies beyond goes nowhere too. COUNTING: what kv_lens count
+    tokens of its sequence, and goes to position kv_lens[b] - Lq + i (negative: nowhere) through the table, which has `columns`
+    entries a sequence. What lies beyond these, or beyond the cache's `pages`, goes nowhere too. COUNTING: what kv_lens count
     (portattn/dialect.py)."""
     pid = tl.program_id(0)
     kn_b, kn_s, kn_h = kn_b.to(tl.int64), kn_s.to(tl.int64), kn_h.to(tl.int64)
@@ -800,7 +820,7 @@ def append(
     if slots is not None:
         slot = tl.load(slots + t, mask=ok, other=-1).to(tl.int64)
         page = slot // page_size
-        ok = ok & (slot >= 0) & (page < room)
+        ok = ok & (slot >= 0)
         inside = slot % page_size
         position = inside
         k_at = t * kn_s
@@ -831,9 +851,10 @@ def append(
         elif COUNTING == 2:
             length = tl.load(kv_lens + b + 1, mask=ok, other=0).to(tl.int32) - length
         position = length - count + i
-        ok = ok & (position >= 0) & (position // page_size < room)
+        ok = ok & (position >= 0) & (position // page_size < columns)
         page = tl.load(table + b * table_b + position // page_size, mask=ok, other=0).to(tl.int64)
         inside = (position % page_size).to(tl.int64)
+    ok = ok & (page >= 0) & (page < pages)
     if BT > 1:  # tokens for one slot: the last one's key and value stay, in all heads
         to = tl.where(ok, page * page_size + inside, -1 - t)
         later = (to[:, None] == to[None, :]) & (t[:, None] < t[None, :])

@@ -89,6 +89,7 @@ class _Driver:
             self.launch_ex.restype = ctypes.c_int
 
 
+_ASKED = 48 << 10  # bytes of shared memory above which Triton asks the driver for all that there are
 NO_CONTEXT = 201  # of both vendors: a thread that has not used the device yet
 REFUSED = (1, 801)  # invalid value, not supported: cuLaunchKernel may still do
 _driver: _Driver | None | bool = None
@@ -156,7 +157,8 @@ class Launch:
     """A compiled kernel with its arguments packed; `changing` of them, the first ones, are given at each call: numbers, and
     pointers as ints, a tensor descriptor as the address that it starts from (`maps` has the rest of each)."""
 
-    def __init__(self, kernel: Any, spec: Spec, fixed: Sequence[float], grid: int, device: int, maps: Sequence[Map] = ()):
+    def __init__(self, kernel: Any, spec: Spec, fixed: Sequence[float], grid: int, device: int, maps: Sequence[Map] = (), shared: int = 0):
+        """shared: bytes that a program takes at least, where the driver lets it."""
         self.kernel, self.spec, self.grid, self.device = kernel, spec, grid, device
         self.fixed = tuple(fixed)
         self.lock = threading.Lock()
@@ -191,9 +193,10 @@ class Launch:
         threads = meta.num_warps * meta.target.warp_size
         one, u = ctypes.c_uint(1), ctypes.c_uint
         self.function = ctypes.c_void_p(kernel.function)
-        self.shape = (u(grid), one, one, u(threads), one, one, u(meta.shared))
+        shared = max(meta.shared, min(shared, _ASKED) if meta.shared <= _ASKED else shared)
+        self.shape = (u(grid), one, one, u(threads), one, one, u(shared))
         self.launch, self.launch_ex = self.driver.launch, self.driver.launch_ex
-        self.config = Config((grid, 1, 1), (threads, 1, 1), meta.shared)
+        self.config = Config((grid, 1, 1), (threads, 1, 1), shared)
         self.config_ref = ctypes.byref(self.config)
 
     def _encoded(self) -> list[tuple[int, _TensorMap]] | None:

@@ -117,7 +117,9 @@ def _own(path: str) -> tuple[dict, ...]:
 
 
 _ROWS = {"tiles": (4,), "splits": (3,), "tiles32": (4,), "splits32": (3,)}  # numbers of a configuration; every class has one
-_MORE = {"gather": (4,), "mixed": (5,), "gather32": (4,), "mixed32": (5,), "hopper": (5,), "hopper_short": (6,)}
+_MORE = {"gather": (4,), "gather8": (4,), "mixed": (5,), "gather32": (4,), "mixed32": (5,), "hopper": (5,), "hopper_short": (6,)}
+# Whose rows a kind takes: of these the first that a table has.
+_LIKE = {"gather8": ("gather8", "gather"), "chunks": ("gather", "mixed"), "chunks8": ("gather8", "gather", "mixed")}
 
 
 def _is_table(table: Any) -> bool:
@@ -133,15 +135,16 @@ def _is_table(table: Any) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def configs_for(arch: str, kind: str, head_dim: int, is_float32: bool) -> tuple[Config, Config]:
-    """(tile, split) of the first table that names the architecture; kind "tiles", "gather", "mixed" or "chunks", head_dim padded.
-    Chunks take gather's, else mixed's. A table without a kind means its tiles and splits. The split has bm 0: it follows from the rows.
+    """(tile, split) of the first table that names the architecture; kind "tiles", "gather", "mixed" or "chunks", of 8-bit caches
+    "gather8" or "chunks8"; head_dim padded. A table without a kind, and without those like it, means its tiles and splits. The split
+    has bm 0: it follows from the rows.
     """
     size = next((c for c in (64, 128, 256) if head_dim <= c), 512)
     end = "32" if is_float32 else ""
     for table in tables():
         if any(fnmatch.fnmatch(arch, pattern) for pattern in table["arch"]):
             tiles, splits = table["tiles" + end][size], table["splits" + end][size]
-            named = [table.get(k + end, {}) for k in (("gather", "mixed") if kind == "chunks" else (kind,))]
+            named = [table.get(k + end, {}) for k in _LIKE.get(kind, (kind,))]
             found = next((sizes[size] for sizes in named if size in sizes), tiles)
             split = [found[4], *found[2:4]] if len(found) == 5 else splits
             return Config(*found[:4]), Config(0, *split)
@@ -210,6 +213,8 @@ class Shape(NamedTuple):
     aligned: bool
     v_in_k: bool
     wide: bool
+    near: bool  # rows of pages start at multiples of 16 bytes from the first, of which 31 bits count all
+    alike: bool  # K and V have the same strides
     ieee: bool
     short: bool  # few keys: one loop that masks every tile
     flip: bool  # the scale may be negative
@@ -274,8 +279,8 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "MODE": mode, "BM": tile.bm, "BN": tile.bn, "SPLIT_BM": split.bm, "SPLIT_BN": split.bn, "BB": search if vector else 0,
         "SEARCH": search, "G": s.group, "D": s.d, "DV": s.dv, "BD": bd, "BD2": bd2, "BDV": bdv, "PAGED": s.layout == "paged",
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
-        "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "LEFT": s.left, "RIGHT": s.right,
-        "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
+        "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "NEAR": s.near, "ALIKE": s.alike,
+        "LEFT": s.left, "RIGHT": s.right, "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
         "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip,
         "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))), "LSE_FORM": s.lse_form,
     }
@@ -438,7 +443,7 @@ def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, r
 
 APPEND_STRIDES = ("kn_b", "kn_s", "kn_h", "vn_b", "vn_s", "vn_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "table_b", "ks_b",
                   "ks_h", "vs_b", "vs_h", "cos_s")
-APPEND_SIZES = ("batch", "len_q", "page_size", "tokens", "heads", "room")
+APPEND_SIZES = ("batch", "len_q", "page_size", "tokens", "heads", "pages", "columns")
 
 
 def merge_spec(*, dtype: torch.dtype, sinks: torch.dtype | None, dv: int) -> Spec:

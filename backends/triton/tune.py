@@ -22,8 +22,8 @@ SPLITS = [(32, 2, 3), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (32, 4, 3
 HOPPERS = [(2, 128, 2, 240, 1), (2, 128, 2, 240, 0), (2, 64, 4, 240, 1), (2, 64, 2, 240, 0), (2, 128, 4, 240, 1), (3, 128, 3, 160, 1),
            (3, 128, 2, 160, 1), (3, 64, 4, 160, 1)]
 KEYS = (512, 1024, 2048, 8192)  # a sequence: lengths at which hopper.py's blocks are timed
-MEASURED = ("hopper", "tiles", "gather", "splits", "mixed")
-KINDS = ("hopper", "hopper_short", "tiles", "gather", "mixed", "splits", "tiles32", "splits32")
+MEASURED = ("hopper", "tiles", "gather", "gather8", "splits", "mixed")
+KINDS = ("hopper", "hopper_short", "tiles", "gather", "gather8", "mixed", "splits", "tiles32", "splits32")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def measure(device: torch.device, sizes: list[int], kinds: list[str]) -> dict[st
     for size in (64, 128, 256):
         for blocks in schedule.hoppers(machine.arch, size):
             keep_hopper(record, size, blocks)
-    for kind in ("tiles", "gather", "mixed", "splits", "tiles32", "splits32"):
+    for kind in ("tiles", "gather", "gather8", "mixed", "splits", "tiles32", "splits32"):
         for size in (64, 128, 256, 512):
             base = kind.removesuffix("32")
             tile, split = schedule.configs_for(machine.arch, "tiles" if base == "splits" else base, size, kind.endswith("32"))
@@ -84,7 +84,7 @@ def measure(device: torch.device, sizes: list[int], kinds: list[str]) -> dict[st
         if "hopper" in kinds and schedule.hoppers(machine.arch, size):
             measure_hopper(device, size, record)
         stages = lambda c: (c[-1] <= 2) == hip or c[-1] == 2  # HIP: no software pipelining through shared memory
-        for kind, options in (("tiles", TILES), ("gather", TILES), ("splits", SPLITS), ("mixed", TILES)):
+        for kind, options in (("tiles", TILES), ("gather", TILES), ("gather8", TILES), ("splits", SPLITS), ("mixed", TILES)):
             if kind not in kinds:
                 continue
             times = {}
@@ -192,8 +192,8 @@ def _call(device: torch.device, kind: str, d: int, keys: int = 2048) -> Call:
         batch = (16384 if kind == "hopper" else 8192) // keys
         q, k, v = rand(batch, keys, 32, d), rand(batch, keys, 8, d), rand(batch, keys, 8, d)
         return Call(q, k, v, max_seqlen_q=keys, max_seqlen_k=keys, out=torch.empty_like(q), **common)
-    lens = {"gather": [4096] * 4, "splits": [4096] * 32, "mixed": [4096] * 28 + [2048] * 2}[kind]
-    rows = {"gather": [512] * 4, "splits": [1] * 32, "mixed": [1] * 28 + [512] * 2}[kind]
+    lens = {"gather": [4096] * 4, "gather8": [4096] * 4, "splits": [4096] * 32, "mixed": [4096] * 28 + [2048] * 2}[kind]
+    rows = {"gather": [512] * 4, "gather8": [512] * 4, "splits": [1] * 32, "mixed": [1] * 28 + [512] * 2}[kind]
     page = 16
     pages = sum(lens) // page
     table = torch.zeros(len(lens), max(lens) // page, dtype=torch.int32)
@@ -202,6 +202,8 @@ def _call(device: torch.device, kind: str, d: int, keys: int = 2048) -> Call:
         table[b, : n // page] = order[at : at + n // page]
         at += n // page
     q, k, v = rand(sum(rows), 32, d), rand(pages, page, 8, d), rand(pages, page, 8, d)
+    if kind == "gather8":
+        k, v = (x.to(torch.float8_e5m2) for x in (k, v))
     cu = torch.tensor([0, *rows]).cumsum(0).int().to(device)
     return Call(q, k, v, block_table=table.to(device), kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
                 cu_seqlens_q=cu,

@@ -395,6 +395,7 @@ def test_lengths_past_the_table_and_page_ids_past_the_cache_write_nothing_elsewh
     common = dict(k_cache=cache, v_cache=cache.clone(), backend=backend)
     for call, changed in ((paged, dict(block_table=table, kv_lens=torch.tensor([5, 9]), k=new, v=new)),
                           (paged, dict(block_table=table, kv_lens=torch.tensor([4000, 4]))),
+                          (paged, dict(block_table=torch.tensor([[-1], [6]]), kv_lens=torch.tensor([3, 4]), k=new, v=new)),
                           (append, dict(k=new[:, 0], v=new[:, 0], slot_mapping=torch.tensor([24, 4 * 1000])))):
         try:
             call(**common, **changed)

@@ -34,9 +34,9 @@ BASE = dict(
     rotary_dtype=None,
     interleaved=False, k_scale=False, v_scale=False, table_dtype=None, kv_lens_dtype=None, cu_q_dtype=None, cu_k_dtype=None,
     aligned=True,
-    v_in_k=False, wide=False, ieee=False, short=False, flip=False, descriptors=False, wgmma=False,
+    v_in_k=False, wide=False, near=False, alike=True, ieee=False, short=False, flip=False, descriptors=False, wgmma=False,
 )
-PAGED = dict(layout="paged", page_size=16, table_dtype=torch.int32, kv_lens_dtype=torch.int32)
+PAGED = dict(layout="paged", page_size=16, near=True, table_dtype=torch.int32, kv_lens_dtype=torch.int32)
 VARIANTS = {
     "dense": ("tiles", {}),
     "dense-short": ("tiles", dict(short=True)),

@@ -3,6 +3,7 @@ TRITON_INTERPRET=1, because Triton decides at import; `python tests/triton/test_
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -57,6 +58,14 @@ def test_lengths_lse_and_packed_tensors_as_the_caller_says():
 
 def test_page_offsets_past_int32():
     _interpreted("offsets")
+
+
+def test_the_last_row_that_31_bits_of_pieces_reach_and_the_next():
+    _interpreted("pieces")
+
+
+def test_tokens_of_pages_outside_the_cache_go_nowhere():
+    _interpreted("strays")
 
 
 def test_cpu_tensors_need_the_interpreter():
@@ -129,6 +138,41 @@ def offsets() -> None:
     table, lens = torch.tensor([[2]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     out = portattn.attention_paged(q, cache, cache, table, lens, backend="triton")
     assert torch.equal(out, torch.full_like(out, 2.0)), out
+
+
+def pieces() -> None:
+    """The last row of a cache starts 2^31 - 1 pieces of 16 bytes after the first, or one more, where 32 bits do not do."""
+    from portattn.backends.triton import calls
+
+    import portattn
+
+    whole = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # what is touched becomes memory
+    room = torch.frombuffer(mmap.mmap(-1, (1 << 35) + 4096, flags=whole), dtype=torch.uint8)
+    d, heads = 16, 2
+    for dtype, kv_dtype, page_size in ((torch.float16, torch.float16, 16), (torch.float32, torch.float32, 5),
+                                       (torch.float16, torch.float8_e5m2, 16)):
+        size, row = kv_dtype.itemsize, heads * d
+        values = torch.randn(page_size, heads, d).to(kv_dtype)
+        for last, near in (((1 << 31) - 1, True), (1 << 31, False)):
+            page = last * (16 // size) - (page_size - 1) * row
+            cache = room.view(kv_dtype).as_strided((2, page_size, heads, d), (page, row, d, 1))
+            calls._bytes(cache)[1] = calls._bytes(values)
+            assert calls._near(cache) == near
+            q, table = torch.randn(1, 3, 4, d).to(dtype), torch.tensor([[1, -1, 7]])  # of entries past the length nothing is read
+            lens = torch.tensor([page_size])
+            out = portattn.attention_paged(q, cache, cache, table, lens, causal=True, backend="triton")
+            want = portattn.attention_paged(q, values[None], values[None], table * 0, lens, causal=True, backend="triton")
+            assert torch.equal(out, want) and out.any(), (kv_dtype, last)
+
+
+def strays() -> None:
+    """Of three tokens two have page ids just outside the cache; the memory there is left alone."""
+    import portattn
+
+    whole, new = torch.full((2, 8, 4, 2, 16), 3.0), torch.ones(3, 1, 2, 16)
+    table, lens = torch.tensor([[-1], [6], [5]], dtype=torch.int32), torch.tensor([3, 4, 2], dtype=torch.int32)
+    portattn.attention_paged(torch.ones(3, 1, 4, 16), *whole[:, 1:7], table, lens, k=new, v=new, backend="triton")
+    assert torch.equal((whole != 3).nonzero()[:, :3].unique(dim=0), torch.tensor([[0, 6, 1], [1, 6, 1]])), whole
 
 
 def paths() -> None:
@@ -243,4 +287,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PORTATTN_VERIFY", "0")
     {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets, "paths": paths,
-     "spoken": spoken}[sys.argv[1]]()
+     "pieces": pieces, "spoken": spoken, "strays": strays}[sys.argv[1]]()

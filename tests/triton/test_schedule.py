@@ -332,15 +332,16 @@ def test_tune_measures_every_kind_and_keeps_the_fastest(monkeypatch, capsys):
     monkeypatch.setattr(calls, "machine_of", lambda device: schedule.Machine("sm_90", 132, 227 << 10))
     monkeypatch.setattr(tune, "_call", lambda device, kind, size, keys=None: keys or kind)
     monkeypatch.setattr(triton.testing, "do_bench", bench)
-    shipped = {kind: schedule.configs_for("sm_90", kind, 128, False) for kind in ("tiles", "gather", "mixed")}
-    record = tune.measure(torch.device("cuda", 0), [64], ["hopper", "tiles", "gather", "splits", "mixed"])
-    assert {kind for kind, *_ in measured} == {"hopper", "tiles", "gather", "splits", "mixed"}
+    shipped = {kind: schedule.configs_for("sm_90", kind, 128, False) for kind in ("tiles", "gather", "gather8", "mixed")}
+    record = tune.measure(torch.device("cuda", 0), [64], list(tune.MEASURED))
+    assert {kind for kind, *_ in measured} == {"hopper", "tiles", "gather", "gather8", "splits", "mixed"}
     assert record["hopper"][64] == [3, 128, 2, 160, 1] and record["hopper_short"][64] == [2, 128, 2, 240, 1, 1024]
     assert record["hopper"][128] == list(schedule.hoppers("sm_90", 128)[-1][:-1]) and 256 not in record["hopper_short"]
     assert record["tiles"][64] == [64, 32, 4, 3] and record["gather"][64] == [64, 32, 4, 3]
     assert record["mixed"][64][:2] == [64, 32] and len(record["mixed"][64]) == 5
     assert record["splits"][64][0] == 32  # 16 keys have one stage only, which is for HIP
     assert record["tiles"][128] == list(shipped["tiles"][0]) and record["gather"][128] == list(shipped["gather"][0])
+    assert record["gather8"][64] == [64, 32, 4, 3] and record["gather8"][128] == list(shipped["gather8"][0]) != record["gather"][128]
     assert "RuntimeError" in capsys.readouterr().out
 
 
