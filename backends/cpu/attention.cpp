@@ -22,7 +22,7 @@ constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invari
 constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
 constexpr int64_t kLeastKeys = 128;         // of a split
 constexpr int64_t kPieces = 2;              // of all keys, for each thread: more make threads end together, fewer are merged sooner
-// At most so many rows of a kv head read K and V in place (measured on a Zen 5: 64 for AVX512, 32 for AVX2; not with AMX's tiles).
+// Measured on a Zen 5, not with AMX's tiles.
 constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
 constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
@@ -85,18 +85,21 @@ int64_t rows_at_once(const Plan& p) {
   return rows;
 }
 
-bool is_few(const Plan& p, const Sequence& x, int64_t tokens) { return tokens == x.len_q && tokens * p.group <= kFewRows; }
+// At most so many rows of a kv head read K and V in place. An 8-bit key becomes a pair for each bunch of rows again: its packing is worth more.
+int64_t few_rows(const Shape& s) { return s.kv_type == kF8 && kernels(s.q_type, s.kv_type).pairs ? std::min(kFewRows, 16) : kFewRows; }
+
+bool is_few(const Plan& p, const Sequence& x, int64_t tokens) { return tokens == x.len_q && tokens * p.group <= few_rows(p.s); }
 
 void make_plan(Plan& p) {
   const Shape& s = p.s;
   double ns = 0;
   int64_t keys = 0;
   p.tiles.clear();
-  const int64_t at_once = heads_at_once(p), many = rows_at_once(p);
+  const int64_t at_once = heads_at_once(p), many = rows_at_once(p), few = few_rows(s);
   for (int64_t b = 0; b < s.batch; b++) {
     const Sequence x = sequence(s, p.a, b);
     const int64_t rows = x.len_q * p.group;
-    const int64_t most = rows <= kFewRows ? x.len_q : std::max<int64_t>(many / p.group, 1);
+    const int64_t most = rows <= few ? x.len_q : std::max<int64_t>(many / p.group, 1);
     for (int64_t end = x.len_q; end > 0; end -= most) {  // those with most keys first
       const int64_t first = end > most ? end - most : 0;
       int64_t lo, hi, unused;
@@ -109,7 +112,7 @@ void make_plan(Plan& p) {
       for (int64_t head = 0; head < s.heads_kv; head += heads)
         p.tiles.push_back({x, b, head, std::min(heads, s.heads_kv - head), first, end - first, seen, lo, hi, up(hi - lo, kKeys), 1, 0, 0});
       const double elements = double(hi - lo) * double(s.dim + s.dim_v) * double(s.heads_kv);
-      ns += 500.0 * double(s.heads_kv) + elements * (rows <= kFewRows ? size_of(s.kv_type) / 24.0 + double(rows) / 160.0 : double((end - first) * p.group) / 80.0);
+      ns += 500.0 * double(s.heads_kv) + elements * (rows <= few ? size_of(s.kv_type) / 24.0 + double(rows) / 160.0 : double((end - first) * p.group) / 80.0);
       keys += (hi - lo) * s.heads_kv;
     }
   }

@@ -162,14 +162,14 @@ void pack_values(const Rows& block, int dim, float* to, int height, const float*
   for (int j = 0; j < end; j += D::kDepth) {
     float* row = to + j / D::kDepth * kPanel;
     const T* a = j < block.n ? (const T*)block[j] : nullptr;
-    const bool even = j + 1 < block.n;
-    const T* b = even ? (const T*)block[j + 1] : a;  // with places of two elements
+    const bool whole = j + D::kDepth <= block.n;
+    const T* b = whole ? (const T*)block[j + D::kDepth - 1] : a;
     for (int d = 0; d < dim; d += kPanel, row += height * kPanel) {
       vf v[2]{};
-      if (a && dim - d >= kPanel)
-        Read::template values<2>(a + d, kPanel, b + d, even ? kPanel : 0, table, v);
+      if (whole && dim - d >= kPanel)
+        Read::template values<2>(a + d, kPanel, b + d, kPanel, table, v);
       else if (a)
-        Read::template values<2>(a + d, dim - d, b + d, even ? dim - d : 0, table, v);
+        Read::template values<2>(a + d, dim - d, b + d, whole ? dim - d : 0, table, v);
       store(row, v[0]), store(row + kLanes, v[1]);
     }
   }

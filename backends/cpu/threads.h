@@ -26,8 +26,7 @@ class Team {
   // Runs work() on `threads` threads and returns true; false, and nothing is run, if they sleep or there is no OpenMP.
   template <class Work>
   bool run(int64_t threads, Work& work) {
-    static thread_local Clock watched = kUnknown;  // of one of the calling thread's team
-    if (!parallel_ || (watched != kUnknown && !runs(watched))) return false;
+    if (!parallel_ || (watched_ != kUnknown && !runs(watched_))) return false;
     struct Job {
       Work& work;
       pthread_t caller;
@@ -40,7 +39,7 @@ class Team {
       if (!pthread_equal(pthread_self(), job.caller) && !pthread_getcpuclockid(pthread_self(), &mine)) job.clock = mine;
     };
     parallel_(share, &job, unsigned(threads), 0);  // always as many as torch has: a smaller team would end the others
-    watched = job.clock;
+    watched_ = job.clock;
     return true;
   }
 
@@ -62,6 +61,7 @@ class Team {
   }
 
   Parallel parallel_;
+  static inline thread_local Clock watched_ = kUnknown;  // of one thread of the calling thread's team
 };
 #else  // elsewhere torch's is LLVM's, which has another entry, not tried
 class Team {
