@@ -1,4 +1,4 @@
-// Attention on CPU behind a C ABI: no torch, no Python, no OpenMP. Compiled once for each instruction set (vec.h).
+// Attention on CPU behind a C ABI: no torch, no Python, no OpenMP of its own. Compiled once for each instruction set (vec.h).
 //
 // A call is cut into tiles (some query tokens of one sequence, with all query heads of one kv head, so that K and V are
 // read once for the group) and each tile into splits of its keys, where there are too few tiles for the threads. Threads

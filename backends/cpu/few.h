@@ -1,4 +1,4 @@
-// Few rows (decode): K and V are read where they lie, each line once for up to kBunch rows of a group.
+// Few rows (decode, some tokens): K and V are read where they lie, each line once for all rows of a group.
 //
 // Computes  s[r][j] = q[r] . k[j], then out[r] = out[r] * old[r] + sum over j of p[r][j] v[j], for all heads of a few tokens.
 // Ways to read a row: Widened (to float), Halves (bfloat16 or 8-bit to two floats a word: even and odd columns), Pairs (both as bfloat16).
