@@ -55,6 +55,12 @@ def _values(dtype: torch.dtype) -> Tensor:
     return torch.cat([values.view(torch.uint8), values.bfloat16().view(torch.uint8)])
 
 
+def _codes(cache: Tensor) -> tuple[Tensor | None, int]:
+    """(table, its address) of an 8-bit cache; who keeps the address keeps the table, of which two threads may have made one each."""
+    table = _values(cache.dtype) if cache.element_size() == 1 else None
+    return table, _at(table)
+
+
 def _scale_strides(scale: Tensor | float | None) -> tuple[int, int]:
     """(sequence, head) strides of a scale; a float has none."""
     return (0, 0, *scale.stride())[-2:] if isinstance(scale, Tensor) else (0, 0)
@@ -125,8 +131,7 @@ def _bind(call: Call, bound, out: Tensor) -> None:
         k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,
         invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.lse_form else lse, lse_form=call.lse_form)
     state["out"], state["lse"] = tuple(out.shape), tuple(lse.shape)  # a torch.Size takes longer to read
-    state["table"] = _values(call.k.dtype) if call.k.element_size() == 1 else None  # kept: two threads may have made one each
-    state["values"] = _at(state["table"])
+    state["table"], state["values"] = _codes(call.k)
     state["run"] = lib.pa_attention
 
 
@@ -169,8 +174,7 @@ def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
     if "run" not in state:
         state["shape"] = _shape(_PAGED, 1, k.shape[0], 0, k, k.shape[1], k_cache, v_cache, None, k_new=k, v_new=v, table=slot_mapping,
                                 k_scale=k_scale, v_scale=v_scale)
-        state["table"] = _values(k_cache.dtype) if k_cache.element_size() == 1 else None
-        state["values"] = _at(state["table"])
+        state["table"], state["values"] = _codes(k_cache)
         state["run"] = library.library().pa_cache_append
     k_scales, k_value = _scale(k_scale)
     v_scales, v_value = _scale(v_scale)

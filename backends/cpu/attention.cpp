@@ -22,8 +22,7 @@ constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invari
 constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
 constexpr int64_t kLeastKeys = 128;         // of a split
 constexpr int64_t kPieces = 2;              // of all keys, for each thread: more make threads end together, fewer are merged sooner
-// Measured on a Zen 5, not with AMX's tiles.
-constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;
+constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;  // few_rows; 64 and 32 measured on a Zen 5
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
 constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
 constexpr int kRowsAhead = 8;               // rows of q and out are asked for so many before: tokens lie too far apart for the processor to guess
@@ -86,7 +85,7 @@ int64_t rows_at_once(const Plan& p) {
 }
 
 // At most so many rows of a kv head read K and V in place. An 8-bit key becomes a pair for each bunch of rows again: its packing is worth more.
-int64_t few_rows(const Shape& s) { return s.kv_type == kF8 && kernels(s.q_type, s.kv_type).pairs ? std::min(kFewRows, 16) : kFewRows; }
+int64_t few_rows(const Shape& s) { return s.kv_type == kF8 && kernels(s.q_type, s.kv_type).pairs ? 16 : kFewRows; }
 
 bool is_few(const Plan& p, const Sequence& x, int64_t tokens) { return tokens == x.len_q && tokens * p.group <= few_rows(p.s); }
 
@@ -200,10 +199,10 @@ int64_t row_at(const int64_t stride[3], const Plan& p, const Tile& t, int64_t kv
   return token(stride, p.s, t.seq, t.b, t.first + r / p.group, kv_head * p.group + r % p.group);
 }
 
-// Asks for memory that is read (kWrite 0) or written (1) soon.
-template <int kWrite>
+// Asks for memory that is read (kWrite 0) or written (1) soon, into the first cache (kNear 3) or the second (2).
+template <int kWrite, int kNear = 3>
 void ask(const void* base, int64_t at, int64_t n, int64_t size) {
-  for (const char *from = static_cast<const char*>(base) + at * size, *x = from; x < from + n * size; x += 64) __builtin_prefetch(x, kWrite);
+  for (const char *from = static_cast<const char*>(base) + at * size, *x = from; x < from + n * size; x += 64) __builtin_prefetch(x, kWrite, kNear);
 }
 
 // A row of q, turned if the call says so; `x` has room for whole vectors of pairs.
@@ -233,9 +232,8 @@ Row make_row(const Plan& p, const Tile& t, int64_t kv_head, int64_t r) {
 // out, top and sum of a row to the caller's memory: the sink joins the denominator.
 void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const float* out, float top, float sum) {
   const Shape& s = p.s;
-  const int64_t i = t.first + r / p.group, head = kv_head * p.group + r % p.group;
   float factor = 0, lse = -kInf;
-  const float sink = p.a.sinks ? p.a.sinks[head] : -kInf;
+  const float sink = p.a.sinks ? p.a.sinks[kv_head * p.group + r % p.group] : -kInf;
   const bool empty = sum == 0 && top == -kInf;
   if (empty) {
     lse = s.lse_form == kFlashAttn2 && !p.a.sinks ? kInf : sink;
@@ -245,7 +243,7 @@ void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const floa
     factor = mine / total;
     if (p.a.lse) lse = both + std::log(total);
   }
-  if (p.a.lse) p.a.lse[token(s.lse, s, t.seq, t.b, i, head)] = lse;
+  if (p.a.lse) p.a.lse[row_at(s.lse, p, t, kv_head, r)] = lse;
   const float scale = float(scale_of(p.a.v_scales, p.a.v_scale, s.v_scale, t.b, kv_head));
   const int64_t at = row_at(s.out, p, t, kv_head, r);
   if (empty)
@@ -410,10 +408,7 @@ void run_many(const Plan& p, const Tile& t, int64_t begin, int64_t end, int64_t 
       const Block &block = blocks[turn][j / kKeys], &next = blocks[turn ^ 1][j / kKeys];
       kernel.keys_to_panels({block.k, block.n}, dim, keys + int64_t(j) * places, wide, p.a.values);
       kernel.values_to_panels({block.v, block.n}, dim_v, values + j / depth * kPanel, block_keys / depth, p.a.values);
-      for (int i = 0; i < next.n; i++) {  // packing waits for memory otherwise
-        for (int64_t at = 0; at < dim * size; at += 64) __builtin_prefetch(next.k[i] + at, 0, 2);
-        for (int64_t at = 0; at < dim_v * size; at += 64) __builtin_prefetch(next.v[i] + at, 0, 2);
-      }
+      for (int i = 0; i < next.n; i++) ask<0, 2>(next.k[i], 0, dim, size), ask<0, 2>(next.v[i], 0, dim_v, size);  // packing waits for memory otherwise
     }
     for (int r = 0; r < rows; r += few) {
       const int count = std::min(few, rows - r);

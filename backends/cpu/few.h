@@ -22,6 +22,19 @@ struct Stream {
   const char* const* next;
 };
 
+// N rows of it from j on; the last before `end` stands for those past it.
+template <int N>
+struct Window {
+  const char *row[N], *next[N];
+  Window(const Stream& s, int j, int end) {
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      const int at = std::min(j + i, end - 1);
+      row[i] = s.row[at], next[i] = s.next[at];
+    }
+  }
+};
+
 // Rows [from, to) of a block for all heads of a tile. A head's keys or values are `bytes` behind those of the one before, and so are `rows` rows of q, s, p and out.
 struct Part {
   int from, to, heads, rows;
@@ -107,7 +120,7 @@ struct Pairs {
 
 // s[r * kKeys + i] of R rows and kKeysAtOnce keys.
 template <class P, int R>
-__attribute__((always_inline)) inline void few_dots(const char* const* k, const char* const* next, int64_t at, const typename P::Q* q, int stride, int dim,
+__attribute__((always_inline)) inline void few_dots(const Window<kKeysAtOnce>& k, int64_t at, const typename P::Q* q, int stride, int dim,
                                                     float* s, const float* table) {
   using T = typename P::T;
   const int whole = dim / P::kStep * P::kStep;
@@ -116,8 +129,8 @@ __attribute__((always_inline)) inline void few_dots(const char* const* k, const 
     typename P::K v[kKeysAtOnce];
 #pragma GCC unroll 4
     for (int i = 0; i < kKeysAtOnce; i++) {
-      __builtin_prefetch(next[i] + at + d * int64_t(sizeof(T)));
-      v[i] = P::read(reinterpret_cast<const T*>(k[i] + at) + d, n, table);
+      __builtin_prefetch(k.next[i] + at + d * int64_t(sizeof(T)));
+      v[i] = P::read(reinterpret_cast<const T*>(k.row[i] + at) + d, n, table);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kKeysAtOnce; i++)
@@ -133,21 +146,16 @@ __attribute__((always_inline)) inline void few_dots(const char* const* k, const 
 template <class P>
 void few_scores(const Stream& keys, const Part& t, const void* queries, int stride, int dim, float* s, const float* table) {
   for (int j = t.from; j < t.to; j += kKeysAtOnce) {
-    const char *k[kKeysAtOnce], *next[kKeysAtOnce];
-#pragma GCC unroll 4
-    for (int i = 0; i < kKeysAtOnce; i++) {
-      const int key = std::min(j + i, t.to - 1);
-      k[i] = keys.row[key], next[i] = keys.next[key];
-    }
+    const Window<kKeysAtOnce> k(keys, j, t.to);
     const auto* q = static_cast<const typename P::Q*>(queries);
     float* to = s + j;
     for (int h = 0; h < t.heads; h++) {
       const int64_t at = h * t.bytes;
       int r = t.rows;
-      for (; r >= kBunch; r -= kBunch, q += kBunch * stride, to += kBunch * kKeys) few_dots<P, kBunch>(k, next, at, q, stride, dim, to, table);
-      if (r == 3) few_dots<P, 3>(k, next, at, q, stride, dim, to, table);
-      if (r == 2) few_dots<P, 2>(k, next, at, q, stride, dim, to, table);
-      if (r == 1) few_dots<P, 1>(k, next, at, q, stride, dim, to, table);
+      for (; r >= kBunch; r -= kBunch, q += kBunch * stride, to += kBunch * kKeys) few_dots<P, kBunch>(k, at, q, stride, dim, to, table);
+      if (r == 3) few_dots<P, 3>(k, at, q, stride, dim, to, table);
+      if (r == 2) few_dots<P, 2>(k, at, q, stride, dim, to, table);
+      if (r == 1) few_dots<P, 1>(k, at, q, stride, dim, to, table);
       q += r * stride, to += r * kKeys;
     }
   }
@@ -156,7 +164,7 @@ void few_scores(const Stream& keys, const Part& t, const void* queries, int stri
 // Some columns of N times kGather keys, which stay in registers, times the weights of a head's rows: S vectors, `at` bytes behind v.
 // out[r] = out[r] * old[r] + sum over i of w[r][i] v[i]; without kFirst, old is 1. The last key is there only if `even`.
 template <class P, int S, int N, bool kFirst>
-__attribute__((always_inline)) inline void few_span(const char* const* v, const char* const* next, int64_t at, int n, bool even, const char* w,
+__attribute__((always_inline)) inline void few_span(const Window<N * P::kGather>& v, int64_t at, int n, bool even, const char* w,
                                                     const float* old, float* out, int rows, int stride, const float* table) {
   using T = typename P::T;
   vf x[N][S];
@@ -165,8 +173,8 @@ __attribute__((always_inline)) inline void few_span(const char* const* v, const 
 #pragma GCC unroll 2
     for (int g = 0; g < P::kGather; g++)
 #pragma GCC unroll 4
-      for (int line = 0; line < S * kLanes * int(sizeof(T)); line += 64) __builtin_prefetch(next[i * P::kGather + g] + at + line);
-    const char *a = v[i * P::kGather] + at, *b = v[i * P::kGather + P::kGather - 1] + at;
+      for (int line = 0; line < S * kLanes * int(sizeof(T)); line += 64) __builtin_prefetch(v.next[i * P::kGather + g] + at + line);
+    const char *a = v.row[i * P::kGather] + at, *b = v.row[i * P::kGather + P::kGather - 1] + at;
     P::template values<S>(reinterpret_cast<const T*>(a), n, reinterpret_cast<const T*>(b), even ? n : 0, table, x[i]);
   }
   for (int r = 0; r < rows; r++, out += stride, w += kKeys * P::kWeight) {
@@ -189,30 +197,26 @@ __attribute__((always_inline)) inline void few_span(const char* const* v, const 
 
 // All columns of a head; those of out beyond dim stay 0.
 template <class P, int N, bool kFirst>
-void few_columns(const char* const* v, const char* const* next, int64_t at, int dim, bool even, const char* w, const float* old, float* out, int rows,
+void few_columns(const Window<N * P::kGather>& v, int64_t at, int dim, bool even, const char* w, const float* old, float* out, int rows,
                  int stride, const float* table) {
   constexpr int kLeast = kPanel / kLanes, kBytes = kLanes * int(sizeof(typename P::T));  // 2 vectors
   int d = 0;
   for (; d + kSpan * kLanes <= dim; d += kSpan * kLanes, at += kSpan * kBytes)
-    few_span<P, kSpan, N, kFirst>(v, next, at, kSpan * kLanes, even, w, old, out + d, rows, stride, table);
-  for (; d < dim; d += kPanel, at += kLeast * kBytes) few_span<P, kLeast, N, kFirst>(v, next, at, dim - d, even, w, old, out + d, rows, stride, table);
+    few_span<P, kSpan, N, kFirst>(v, at, kSpan * kLanes, even, w, old, out + d, rows, stride, table);
+  for (; d < dim; d += kPanel, at += kLeast * kBytes) few_span<P, kLeast, N, kFirst>(v, at, dim - d, even, w, old, out + d, rows, stride, table);
 }
 
 // N times kGather keys from j on, of all heads. `old`: factors of the t.rows rows of each head, null for 1.
 template <class P, int N>
 void few_keys(const Stream& values, const Part& t, int j, const void* weights, const float* old, float* out, int stride, int dim, const float* table) {
   const bool even = N > 1 || j + P::kGather <= t.to;
-  const char *v[N * P::kGather], *next[N * P::kGather];
-  for (int i = 0; i < N * P::kGather; i++) {
-    const int key = std::min(j + i, t.to - 1);
-    v[i] = values.row[key], next[i] = values.next[key];
-  }
+  const Window<N * P::kGather> v(values, j, t.to);
   for (int h = 0, r = 0; h < t.heads; h++, r += t.rows) {
     const char* w = static_cast<const char*>(weights) + (r * kKeys + j) * P::kWeight;
     if (old)
-      few_columns<P, N, true>(v, next, h * t.bytes, dim, even, w, old + r, out + r * stride, t.rows, stride, table);
+      few_columns<P, N, true>(v, h * t.bytes, dim, even, w, old + r, out + r * stride, t.rows, stride, table);
     else
-      few_columns<P, N, false>(v, next, h * t.bytes, dim, even, w, nullptr, out + r * stride, t.rows, stride, table);
+      few_columns<P, N, false>(v, h * t.bytes, dim, even, w, nullptr, out + r * stride, t.rows, stride, table);
   }
 }
 
