@@ -21,7 +21,8 @@ namespace {
 constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invariant: whatever else runs
 constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
 constexpr int64_t kLeastKeys = 128;         // of a split
-constexpr int64_t kPieces = 2;              // of all keys, for each thread: more make threads end together, fewer are merged sooner
+constexpr int64_t kPieces = 2;              // of all keys, for each thread, up to twice as many: more make threads end together, fewer are merged sooner
+constexpr int64_t kSplitWork = 128;         // keys times heads that take as long as a split's begin and its merge
 constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;  // few_rows; 64 and 32 measured on a Zen 5
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
 constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
@@ -89,6 +90,44 @@ int64_t few_rows(const Shape& s) { return s.kv_type == kF8 && kernels(s.q_type, 
 
 bool is_few(const Plan& p, const Sequence& x, int64_t tokens) { return tokens == x.len_q && tokens * p.group <= few_rows(p.s); }
 
+struct Cut {
+  int64_t step, splits;
+};
+
+// A tile in even splits of at most `work` keys times heads.
+Cut cut(const Plan& p, const Tile& t, int64_t work) {
+  const int64_t n = t.hi - t.lo;
+  if (n <= 0) return {kKeys, 1};
+  if (p.s.invariant) {  // splits begin at multiples of the step, wherever a window begins
+    const int64_t from = t.lo / kInvariantSplit * kInvariantSplit;
+    return {kInvariantSplit, (t.hi - from + kInvariantSplit - 1) / kInvariantSplit};
+  }
+  const int64_t most = std::max(up(work / t.heads, kKeys), kLeastKeys), splits = p.a.splits > 0 ? p.a.splits : (n + most - 1) / most;
+  const int64_t step = up((n + splits - 1) / splits, kKeys);
+  return {step, (n + step - 1) / step};
+}
+
+// Work of a split: where tiles are few, what makes the last thread end soonest.
+int64_t work_of_splits(const Plan& p, int64_t keys) {
+  if (p.threads == 1) return INT64_MAX / 2;
+  const bool few = int64_t(p.tiles.size()) < 4 * p.threads;
+  int64_t best = 0, least = INT64_MAX;
+  for (int64_t pieces = kPieces * p.threads; pieces <= (few ? 2 : 1) * kPieces * p.threads; pieces += p.threads) {
+    const int64_t work = std::max(kLeastSplit, (keys + pieces - 1) / pieces);
+    int64_t units = 0, largest = 0, all = 0;
+    for (size_t i = 0; few && i < p.tiles.size(); i++) {
+      const Tile& t = p.tiles[i];
+      const Cut c = cut(p, t, work);
+      units += c.splits;
+      largest = std::max(largest, c.step * t.heads + kSplitWork);
+      all += (t.hi - t.lo) * t.heads + c.splits * kSplitWork;
+    }
+    const int64_t last = std::min((units + p.threads - 1) / p.threads * largest, all / p.threads + largest);
+    if (last < least) least = last, best = work;
+  }
+  return best;
+}
+
 void make_plan(Plan& p) {
   const Shape& s = p.s;
   double ns = 0;
@@ -116,21 +155,10 @@ void make_plan(Plan& p) {
     }
   }
   p.threads = std::min<int64_t>(p.a.threads, 1 + int64_t(ns / kThreadNs));
-  const int64_t pieces = kPieces * p.threads, target = p.threads > 1 ? std::max(kLeastSplit, up((keys + pieces - 1) / pieces, kKeys)) : INT64_MAX / 2;
+  const int64_t work = work_of_splits(p, keys);
   for (Tile& t : p.tiles) {
-    const int64_t n = t.hi - t.lo;
-    if (s.invariant)
-      t.step = kInvariantSplit;
-    else if (p.a.splits > 0)
-      t.step = std::max<int64_t>(up((n + p.a.splits - 1) / p.a.splits, kKeys), kKeys);
-    else
-      t.step = std::max<int64_t>(kKeys, std::min(std::max(up(target / t.heads, kKeys), kLeastKeys), up(n, kKeys)));
-    if (s.invariant) {  // splits begin at multiples of the step, wherever a window begins
-      const int64_t from = t.lo / t.step * t.step;
-      t.splits = n > 0 ? (t.hi - from + t.step - 1) / t.step : 1;
-    } else {
-      t.splits = n > 0 ? (n + t.step - 1) / t.step : 1;
-    }
+    const Cut c = cut(p, t, work);
+    t.step = c.step, t.splits = c.splits;
     t.unit = p.units;
     p.units += t.splits;
     if (t.splits > 1) {
@@ -254,19 +282,25 @@ void finish(const Plan& p, const Tile& t, int64_t kv_head, int64_t r, const floa
 
 // A split's state: out of its rows, then top and sum of each.
 void merge(const Plan& p, const Tile& t, const float* states, Scratch& scratch) {
-  const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel);
-  float* out = scratch.take(stride);
+  const int64_t per_head = t.tokens * p.group, rows = t.heads * per_head, stride = up(p.s.dim_v, kPanel), n = t.splits;
+  float *weight = scratch.take(up(n, kLanes) + stride), *out = weight + up(n, kLanes);
+  std::fill(weight, out, 0.0f);
   for (int64_t r = 0; r < rows; r++) {
-    float top = -kInf, sum = 0;
     auto state = [&](int64_t i) { return states + (t.state + i) * p.state_size; };
-    for (int64_t i = 0; i < t.splits; i++) top = std::max(top, state(i)[rows * stride + 2 * r]);
+    auto last = [&](int64_t i) { return state(i) + rows * stride + 2 * r; };
+    float top = -kInf, sum = 0;
+    for (int64_t i = 0; i < n; i++) top = std::max(top, last(i)[0]);
     const float base = top == -kInf ? 0.0f : top;
-    std::fill(out, out + stride, 0.0f);
-    for (int64_t i = 0; i < t.splits; i++) {
-      const float *o = state(i) + r * stride, *last = state(i) + rows * stride + 2 * r;
-      const float weight = std::exp(last[0] - base);
-      sum += last[1] * weight;
-      for (int64_t d = 0; d < stride; d += kLanes) store(out + d, load(out + d) + load(o + d) * weight);
+    for (int64_t i = 0; i < n; i++) weight[i] = (last(i)[0] - base) * kLog2E;
+    for (int64_t i = 0; i < n; i += kLanes) store(weight + i, exp2(load(weight + i)));
+    for (int64_t i = 0; i < n; i++) sum += last(i)[1] * weight[i];
+    for (int64_t d = 0; d < stride; d += kPanel) {
+      vf a{}, b{};
+      for (int64_t i = 0; i < n; i++) {
+        const float* o = state(i) + r * stride + d;
+        a += load(o) * weight[i], b += load(o + kLanes) * weight[i];
+      }
+      store(out + d, a), store(out + d + kLanes, b);
     }
     finish(p, t, t.head + r / per_head, r % per_head, out, top, sum);
   }
