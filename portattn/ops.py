@@ -186,8 +186,11 @@ def _only_once(*_: Any) -> None:
 
 def _is_differentiated() -> bool:
     """Whether torch.func is taking gradients of this call."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active() and any(
+    return torch._C._are_functorch_transforms_active() and any(
         x.key() == TransformType.Grad for x in retrieve_all_functorch_interpreters())
+
+
+_is_differentiated._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without the second that dynamo's import takes
 
 
 # ------------------------------------------------------------------ definitions
@@ -247,6 +250,8 @@ def _invoke(name: str, schema: str, given: dict[str, Any]) -> Any:
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """The public call of this name, through its op (no `dict | dict` here: dynamo of torch 2.6 does not trace it)."""
+    if torch.compiler.is_compiling() and _is_differentiated():
+        torch._dynamo.graph_break()  # torch.func's gradients of a custom op: torch cannot trace them
     if name == "attention":
         return _invoke(name, _DENSE, {**dict(zip(("q", "k", "v"), args)), **kwargs})
     if name == "attention_varlen":

@@ -80,6 +80,16 @@ def test_functional_gradients_are_those_of_backward(loss, a, b):
         torch.testing.assert_close(tuple(got), want)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("loss, a, b", [LOSSES["dense"], LOSSES["varlen"], LOSSES["merge"]], ids=["dense", "varlen", "merge"])
+def test_functional_gradients_inside_torch_compile_are_taken_uncompiled_or_named(loss, a, b):
+    compiled = lambda **options: torch.compile(torch.func.grad(loss, argnums=(0, 1)), backend="aot_eager", **options)
+    torch.testing.assert_close(compiled()(a, b), gradients(loss, a, b))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.func's gradients of a custom op"):
+        compiled(fullgraph=True)(a, b)
+
+
 def test_functional_gradients_that_there_are_not_are_refused():
     loss = LOSSES["dense"][0]
     with pytest.raises(RuntimeError, match="differentiated once"):
