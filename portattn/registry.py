@@ -108,14 +108,10 @@ class _Entry:
             no.append(Reason("platform", "|".join(need.platforms), system))
         for name, spec in need.packages.items():
             fix = f"pip install '{name}{spec}'"
-            try:
-                have = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
+            have = _installed_version(name)
+            if have is _ABSENT:
                 no.append(Reason("not_installed", f"{name} {spec}".strip(), "not installed", fix))
-                continue
-            except Exception as exc:  # metadata that cannot be read
-                have = f"{type(exc).__name__}: {exc}"
-            if not isinstance(have, str) or not version_matches(have, spec):  # None: what an uninstallation left has no version
+            elif not isinstance(have, str) or not version_matches(have, spec):  # None: what an uninstallation left has no version
                 no.append(Reason("version", f"{name} {spec}", str(have), fix))
         return tuple(no)
 
@@ -169,6 +165,23 @@ def torch_builds() -> frozenset[str]:
     if torch.backends.mps.is_built():
         builds.add("mps")
     return frozenset(builds)
+
+
+_ABSENT = object()
+
+
+def _installed_version(package: str) -> Any:
+    """The version of the distribution that has a package; torch's wheels for ROCm bring Triton under another name than its own."""
+    from .survey import PACKAGES
+
+    for name in PACKAGES.get(package, ((package,),))[0]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        except Exception as exc:  # metadata that cannot be read
+            return f"{type(exc).__name__}: {exc}"
+    return _ABSENT
 
 
 def version_matches(have: str, spec: str) -> bool:

@@ -293,6 +293,20 @@ def test_what_an_uninstallation_left_behind_is_a_reason(qkv, usual, tmp_path, mo
         assert reason.code == "version" and have in reason.have and "pip install 'leftover>=1.0'" in reason.fix
 
 
+@pytest.mark.parametrize("distribution, version, level", [
+    ("pytorch-triton-rocm", "3.5.1", "ready"), ("triton-rocm", "3.6.0+rocm7.2", "ready"), ("triton-windows", "3.5.1.post21", "ready"),
+    ("pytorch-triton", "3.3.1", "unavailable"), ("triton-of-somebody", "3.5.1", "unavailable")])
+def test_triton_counts_under_the_names_that_torchs_wheels_give_it(monkeypatch, distribution, version, level):
+    def installed(name):
+        if name == distribution:
+            return version
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    with toy(requires={"packages": {"triton": ">=3.4"}}):
+        assert portattn.backends()["toy"].level == level
+
+
 @pytest.mark.parametrize("have, spec, yes", [("3.4.0", ">=3.4", True), ("3.10", ">=3.4,<4", True), ("3.3.1", ">=3.4", False),
                                              ("2.13.0+cpu", "==2.13.0", True), ("4.0", ">=3.4,<4", False), ("3.4", "!=3.4", False)])
 def test_version_clauses(have, spec, yes):
