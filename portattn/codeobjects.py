@@ -14,10 +14,9 @@ import json
 import os
 import stat
 import tempfile
-import threading
 from typing import NamedTuple
 
-from . import config
+from . import config, forks
 from .capability import Reason
 from .errors import KernelError
 from .instances import Instance, source_hash, sources
@@ -25,7 +24,7 @@ from .rtc import Compiler, hiprtc, nvrtc
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MAGIC = b"portattn code object 1\n"
-_lock = threading.Lock()
+_lock = forks.lock(globals())
 _notes: dict[str, str] = {}
 
 
@@ -192,12 +191,3 @@ def code_object(vendor: str, arch: str, instance: Instance) -> Found:
         image = compiler.build(arch, instance)
         keep(name, image)
     return Found(image, "compiled")
-
-
-def _forget_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import sys
-import threading
 from typing import Any, Callable, NamedTuple
 
+from . import forks
 from .codeobjects import Instance, code_object
 from .errors import KernelError
 
@@ -87,7 +86,7 @@ _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin when the launch before says that one may
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: of more than 8 blocks
 _RELAXED = 2  # capture mode: this thread may allocate and load while another, or itself, captures
-_lock = threading.RLock()
+_lock = forks.lock(globals())
 
 
 class Driver:
@@ -310,13 +309,6 @@ def driver(vendor: str) -> Driver:
     return found
 
 
-def _forget_after_fork() -> None:
-    global _lock
-    _lock = threading.RLock()
-    _driver.cache_clear()  # handles of the parent mean nothing here; a fork before the first call loses nothing
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+forks.in_child(_driver.cache_clear)  # handles of the parent mean nothing there; a fork before the first call loses nothing
 
 __all__ = ["CUDA", "Driver", "Function", "HIP", "LaunchConfig", "VENDORS", "Vendor", "driver"]

@@ -16,7 +16,6 @@ import inspect
 import os
 import re
 import sys
-import threading
 import warnings
 from contextvars import ContextVar
 from types import ModuleType
@@ -24,7 +23,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from . import config, verdicts
+from . import config, forks, verdicts
 from . import manifest as manifests_module
 from .capability import Capability, Reason, unmet
 from .device import capturing, facts, vendor
@@ -201,7 +200,7 @@ def version_matches(have: str, spec: str) -> bool:
 # ------------------------------------------------------------------ discovery
 _found: dict[str, _Entry] = {}
 _discovered = False
-_lock = threading.RLock()
+_lock = forks.lock(globals())
 _listeners: list[Callable[[], None]] = []  # api.py's memo, cleared when what would be chosen may have changed
 _order: ContextVar[tuple[str, ...] | None] = ContextVar("portattn_order", default=None)
 _outer: ContextVar[tuple | None] = ContextVar("portattn_outer", default=None)  # (order, what is outside of it) of `use`
@@ -592,13 +591,3 @@ def self_check(name: str, device: torch.device | str, dtype: str = "float32") ->
 def known_answers() -> list[verdicts.Verdict]:
     """The known-answer verdicts of this process."""
     return verdicts.all_verdicts()
-
-
-def _forget_after_fork() -> None:
-    """Another thread may have held the lock at the fork, for the seconds of a first compilation: it is gone in the child."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

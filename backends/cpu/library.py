@@ -15,11 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 
 import torch
 
-from portattn import codeobjects, config
+from portattn import codeobjects, config, forks
 from portattn.capability import Reason
 from portattn.device import cpu_arch
 from portattn.errors import KernelError
@@ -29,7 +28,7 @@ from . import sets
 _PREBUILT = codeobjects.prebuilt_folder("cpu")
 _NOT_RUN = ("neon_bf16",)  # on no CPU that has it, only emulated: PORTATTN_CPU_ISA selects it
 _refused: set[str] = set()  # by the compiler of this machine
-_lock = threading.Lock()
+_lock = forks.lock(globals())
 
 
 @functools.lru_cache(maxsize=None)
@@ -206,12 +205,3 @@ def identity() -> str:
         return chosen()
     maker = _maker(chosen())
     return f"{chosen()} prebuilt {sets.source_hash()}" if maker is None else _key(chosen(), maker)
-
-
-def _forget_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -76,6 +76,21 @@ def test_a_child_forked_while_another_thread_makes_a_choice_computes():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_no_lock_is_held_in_a_forked_child():
+    run("""
+        import importlib, importlib.util, os, threading
+        names = ["registry", "driver", "codeobjects", "backends.cpu.library"] + ["backends.triton.calls"] * (importlib.util.find_spec("triton") is not None)
+        modules = [importlib.import_module("portattn." + name) for name in names]
+        thread = threading.Thread(target=lambda: [m._lock.acquire() for m in modules])
+        thread.start(), thread.join()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(sum(not m._lock.acquire(timeout=1) for m in modules))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    """)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_child_forked_after_import_computes():
     run("""
         import os, torch, portattn
