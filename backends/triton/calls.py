@@ -9,7 +9,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from portattn import config, dialect, overlaps
+from portattn import config, dialect, forks, overlaps
 from portattn.device import maker
 from portattn.problem import Call
 from portattn.registry import DIRECT
@@ -24,7 +24,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 _kernels: dict[tuple[int, Spec], Any] = {}
-_lock = threading.Lock()
+_lock = forks.lock(globals())
 
 
 def machine_of(device: torch.device) -> Machine:
