@@ -122,9 +122,8 @@ def _of_heads(c: Capability, p: Problem, want: Callable[..., None]) -> None:
     want(not c.equal_head_dims or p.head_dim == p.head_dim_v, "head_dim_v", f"{p.head_dim} as head_dim", p.head_dim_v)
     if p.layout != "cache_append":
         want(p.q_len in c.q_len, "q_len", "|".join(c.q_len), p.q_len)
-        if p.num_heads_kv:
-            group = p.num_heads_q // p.num_heads_kv
-            want(group in c.groups, "group", c.groups, group)
+        group = p.num_heads_q // p.num_heads_kv
+        want(group in c.groups, "group", c.groups, group)
     if p.page_size:
         want(p.page_size in c.page_sizes, "page_size", c.page_sizes, p.page_size)
 

@@ -186,7 +186,9 @@ class Faults:
             self.value(names[0], f"head_dim {d} as q's", dk)
         if v.shape[kv_axis] != hk:
             self.value(names[1], f"{hk} heads as {names[0]}'s", v.shape[kv_axis])
-        if (hq % hk if hk else hq):
+        if hq < 1:
+            self.value("q", "at least one head", hq)
+        elif hk < 1 or hq % hk:
             self.value(names[0], f"a number of heads that divides q's {hq}", hk)
 
     def alibi(self, x: Any, batch: int, heads: int, q: Tensor) -> None:

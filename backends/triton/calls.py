@@ -188,7 +188,7 @@ class Attention:
         self.layout = "paged" if call.block_table is not None else "varlen" if call.cu_seqlens_k is not None else "dense"
         ragged = call.cu_seqlens_q is not None
         self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
-        self.group = self.heads_q // max(1, self.heads_kv)
+        self.group = self.heads_q // self.heads_kv
         self.d, self.dv = q.shape[-1], v.shape[-1]
         self.batch = (call.cu_seqlens_q.shape[0] - 1) if ragged else q.shape[0]
         self.total_q = q.shape[0] if ragged else None
@@ -247,7 +247,7 @@ class Attention:
         out_dtype = call.out.dtype if call.out is not None else q.dtype
         strides = [s * t.element_size() for t in (q, k, v) for s in _row_strides(t)]
         strides += [s * out_dtype.itemsize for s in self.fixed[9:12]]
-        widest = max(abs(_row_strides(t)[1]) for t in (k, v))
+        widest, alike = max(abs(_row_strides(t)[1]) for t in (k, v)), _row_strides(k) == _row_strides(v)
         lens, cu_k = call.seqused_k if self.layout == "varlen" else call.kv_lens, call.cu_seqlens_k
         if call.counting == dialect.PREFIX_SUMS:
             lens, cu_k = None, lens
@@ -260,8 +260,8 @@ class Attention:
             rotary_dtype=_dtype(call.rotary_cos), interleaved=call.rotary_interleaved, k_scale=isinstance(call.k_scale, Tensor),
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
             cu_q_dtype=_dtype(call.cu_seqlens_q), cu_k_dtype=_dtype(cu_k), aligned=all(s % 16 == 0 for s in strides),
-            v_in_k=k.dtype == v.dtype and _row_strides(k) == _row_strides(v) and self.dv <= self.d, wide=widest * 256 >= 1 << 31,
-            near=self.layout == "paged" and all(map(_near, (k, v))), alike=_row_strides(k) == _row_strides(v),
+            v_in_k=k.dtype == v.dtype and alike and self.dv <= self.d, wide=widest * 256 >= 1 << 31,
+            near=self.layout == "paged" and all(map(_near, (k, v))), alike=alike,
             ieee=q.dtype == torch.float32 or (self.interpreted and q.dtype == torch.bfloat16),
             short=self.max_k <= schedule.SHORT_KEYS and self.layout != "varlen" and not self.invariant, flip=False,
             descriptors=False, wgmma=self.machine.wgmma,

@@ -58,7 +58,8 @@ def test_wrong_shapes_of_dense_arguments(target: Target) -> None:
     for named, new in (
         ("q", {"q": q[0]}), ("k", {"k": k[:, 0]}), ("v", {"v": v[:, :-1]}), ("k", {"k": k[:1]}), ("k", {"k": k[..., :-1]}),
         ("v", {"v": v[:, :, :1]}),
-        ("heads", {"q": q[:, :, :3]}), ("bias", {"bias": z(2, 4, 5, 8)}), ("bias", {"bias": z(1, 2, 4, 5, 9)}),
+        ("heads", {"q": q[:, :, :3]}), ("q: wanted at least one head", {"q": q[:, :, :0]}), ("heads", {"k": k[:, :, :0], "v": v[:, :, :0]}),
+        ("bias", {"bias": z(2, 4, 5, 8)}), ("bias", {"bias": z(1, 2, 4, 5, 9)}),
         ("alibi_slopes", {"alibi_slopes": z(3)}),
         ("alibi_slopes", {"alibi_slopes": z(3, 4)}), ("sinks", {"sinks": z(2)}), ("sinks", {"sinks": z(4, 1)}),
         ("out", {"out": z(2, 5, 4, 31)}),
