@@ -130,6 +130,7 @@ def digits(arch: str) -> int:
     return int(found[0]) if found else 0
 
 
+TEGRA = {53, 62, 72, 87, 101}  # systems on a chip: code for the other GPUs of their major number does not load on them, nor theirs on those
 GENERIC = {  # what an AMD target for several architectures serves
     "gfx9-generic": r"gfx90[02469c]", "gfx9-4-generic": r"gfx94\d|gfx950", "gfx10-1-generic": r"gfx101\d",
     "gfx10-3-generic": r"gfx103\d", "gfx11-generic": r"gfx11\d\d", "gfx12-generic": r"gfx12\d\d",
@@ -140,14 +141,16 @@ def has_code(arch: str, arch_list: Iterable[str]) -> bool:
     """Whether a list such as torch.cuda.get_arch_list() serves an architecture.
 
     sm_86 runs code of sm_80 (same major, not newer), as sm_103 does of sm_100f, and PTX (compute_NN) of anything not newer;
-    sm_90a and compute_90a are only for themselves. A gfx name serves itself, a generic one its family.
+    sm_90a and compute_90a are only for themselves, as is Tegra's code, which has its own and no other's. A gfx name serves
+    itself, a generic one its family.
     """
     if not arch.startswith("sm_"):
         return any(arch == name or re.fullmatch(GENERIC.get(name, "$"), arch) for name in arch_list)
     mine = digits(arch)
     for name in arch_list:
         kind, _, number = name.partition("_")
-        theirs, alike = digits(number), digits(number) // 10 == mine // 10
+        theirs = digits(number)
+        alike = theirs == mine or theirs // 10 == mine // 10 and not TEGRA & {theirs, mine}
         if number.endswith("a"):
             served = theirs == mine
         else:
@@ -194,7 +197,15 @@ def visible_devices_not_in_force(w: World) -> Found:
     """CUDA reads the variable once, at its first use; later changes do nothing until the process ends."""
     name = "HIP_VISIBLE_DEVICES" if w.hip and "HIP_VISIBLE_DEVICES" in w.env else "CUDA_VISIBLE_DEVICES"
     now = w.env.get(name)
-    if not w.initialized or now is None:
+    if not w.initialized:
+        return
+    for heeded in VISIBLE if w.hip else VISIBLE[:1]:
+        if w.start_env is not None and heeded in w.start_env and heeded not in w.env:
+            yield Finding("note", "maybe-not-in-force",
+                          f"{heeded} was {w.start_env[heeded]!r} when the process started and is unset now: "
+                          "in force only if it was unset before torch's first use of a GPU",
+                          "unset it before the process starts")
+    if now is None:
         return
     if w.start_env is not None and w.start_env.get(name) == now:
         return
@@ -217,7 +228,12 @@ def visible_devices_conflict(w: World) -> Found:
     if not w.hip:
         return
     given = {n: w.env[n] for n in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if n in w.env}
-    if len(set(given.values())) > 1:
+    if given and w.env.get("ROCR_VISIBLE_DEVICES", ""):
+        yield Finding("warning", "visible-twice",
+                      f"two variables choose GPUs one after the other: {', '.join(f'{n}={v}' for n, v in given.items())} counts among those "
+                      f"that ROCR_VISIBLE_DEVICES={w.env['ROCR_VISIBLE_DEVICES']} leaves",
+                      "set HIP_VISIBLE_DEVICES only")
+    if len({v.replace(" ", "") for v in given.values()}) > 1:
         yield Finding("warning", "visible-conflict",
                       "two variables disagree on ROCm: " + ", ".join(f"{n}={v}" for n, v in given.items()),
                       "set HIP_VISIBLE_DEVICES only")

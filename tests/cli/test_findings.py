@@ -65,6 +65,13 @@ TROUBLES = {  # name: (facts, code, words of the text, words of the fix)
         "maybe-not-in-force", "is '1' now", ""),
     "HIP and CUDA variables disagree": ({**ROCM, "env": {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}},
         "visible-conflict", "HIP_VISIBLE_DEVICES=1", "only"),
+    "GPUs chosen twice": ({**ROCM, "env": {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}},
+        "visible-twice", "HIP_VISIBLE_DEVICES=1 counts among those that ROCR_VISIBLE_DEVICES=1 leaves", "HIP_VISIBLE_DEVICES only"),
+    "visible devices unset too late": ({**CUDA, "initialized": True, "start_env": {"CUDA_VISIBLE_DEVICES": "0"}, "env": {}},
+        "maybe-not-in-force", "was '0' when the process started and is unset now", "before the process starts"),
+    "ROCm's variable unset too late": ({**ROCM, "initialized": True, "start_env": {"ROCR_VISIBLE_DEVICES": "0"}, "env": {}},
+        "maybe-not-in-force", "ROCR_VISIBLE_DEVICES was '0'", "before the process starts"),
+    "wheel for servers on a Jetson": (gpu(CUDA, "sm_87", name="Orin"), "arch", "no code for cuda:0 (Orin, sm_87)", "lists sm_87"),
     "experimental AOTriton": ({**ROCM, "env": {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"}},
         "override", "small causal", "unset"),
     "gfx override": ({**ROCM, "env": {"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}}, "override", "another architecture", "unset"),
@@ -145,6 +152,8 @@ HEALTHY = {
         "env": {"CUDA_VISIBLE_DEVICES": "3"},
         "start_env": {},
     },
+    "HIP and CUDA variables that agree but for a space": {**ROCM, "env": {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0, 1"}},
+    "another vendor's variable, unset": {**CUDA, "initialized": True, "start_env": {"HIP_VISIBLE_DEVICES": "0"}, "env": {}},
     "variables of portattn": {**CPU, "env": {"PORTATTN_CHECK": "1", "PORTATTN_BACKEND": "sdpa"}},
     "another vendor's variables": {
         **CPU,
@@ -192,6 +201,10 @@ def test_a_detector_that_raises_is_a_note(monkeypatch):
     ("sm_75", ("compute_80",), False),
     ("sm_90", ("sm_90a",), True),
     ("sm_103", ("sm_100a",), False),  # arch-specific code serves that one only
+    ("sm_87", ("sm_80", "sm_86"), False),  # a Jetson
+    ("sm_89", ("sm_87",), False),
+    ("sm_87", ("compute_80",), True),
+    ("sm_101", ("sm_100", "sm_100f"), False),
     ("gfx942", ("gfx90a", "gfx942"), True),
     ("gfx1151", ("gfx1100",), False),
     ("gfx1151", ("gfx11-generic",), True),
