@@ -75,20 +75,26 @@ def _known_by_key(recent: Recent, options: tuple, tensors: tuple) -> tuple[tuple
     return key, bound
 
 
+def refuse_tangents(*_: Any) -> None:
+    raise validate.ArgumentError("a tensor with a tangent: wanted gradients by backward() or torch.autograd.grad, "
+                                 "got forward-mode differentiation, which no backend has")
+
+
 def _is_traced(*tensors: Any) -> bool:
     """Whether a call goes through a custom op: where torch records or transforms operators, which kernels that take pointers are
-    not, and for tensors that are not what their memory holds (fake, wrapper, batched, negated). A tangent is an ArgumentError."""
+    not, and for tensors that are not what their memory holds (fake, wrapper, batched, negated, zero without memory). A tangent is an
+    ArgumentError."""
     if _is_compiling():
         return True
     has_tangent = lambda x: isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
     if forward_ad._current_level >= 0 and any(map(has_tangent, tensors)):
-        raise validate.ArgumentError("a tensor with a tangent: wanted gradients by backward() or torch.autograd.grad, "
-                                     "got forward-mode differentiation, which no backend has")
+        refuse_tangents()
     watching = _tls().raw_repr() & _WATCHING
     if watching & ~_PYTHON or (watching and any(map(_mode, _TRACING_MODES))):
         return True
     dispatches = lambda x: type(x) not in _PLAIN and torch._C._dispatch_keys(x).raw_repr() & _PYTHON
-    return any(isinstance(x, Tensor) and not x.is_nested and bool(x.is_neg() or dispatches(x)) for x in tensors)
+    hides = lambda x: x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x)
+    return any(isinstance(x, Tensor) and not x.is_nested and bool(hides(x) or dispatches(x)) for x in tensors)
 
 
 _INPUTS = "q", "k", "v", "alibi_slopes", "sinks", "bias"
@@ -547,11 +553,21 @@ def merge_states(
 
 
 # ------------------------------------------------------------------ torch.compile
+def _refuse_hidden(call: str, **written: Tensor | None) -> None:
+    """Of a view that negates, or of zeros without memory, where an op writes, the dispatcher's own error asks for a bug report."""
+    for name, x in written.items():
+        if isinstance(x, Tensor) and (x.is_neg() or x._is_zerotensor()):
+            got = "a negated view" if x.is_neg() else "zeros without memory"
+            raise validate.ArgumentError(f"{call}: {name}: wanted a tensor that is what its memory holds, to write to, got {got}")
+
+
 def _compiled(call, *args, _lse: int = OURS, **kwargs):
     from . import ops
 
     if not _is_compiling():  # dynamo says what it finds itself
         kwargs = validate.numbers_of(call.__name__, kwargs)
+        caches = args[2:4] if call is cache_append else args[1:3] if call is attention_paged and kwargs["k"] is not None else ()
+        _refuse_hidden(call.__name__, out=kwargs.get("out"), **dict(zip(("k_cache", "v_cache"), caches)))
     got = ops.call(call.__name__, *args, **kwargs)
     return (got[0], lse_as(_lse, got[1])) if _lse and kwargs["return_lse"] else got
 

@@ -177,6 +177,7 @@ def _function(op: Any, setup: Callable, gradients: Callable) -> type:
 
     return type("Differentiable", (torch.autograd.Function,), {
         "forward": staticmethod(forward), "setup_context": staticmethod(setup), "backward": staticmethod(gradients),
+        "jvp": staticmethod(api.refuse_tangents),
         "generate_vmap_rule": True})
 
 

@@ -54,6 +54,28 @@ def test_results_are_those_of_plain_tensors(call, way, backend):
     torch.testing.assert_close(way(run, Q + 1), expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_without_memory_of_their_own_are_read(backend):
+    zeros, shown = torch._efficientzerotensor(Q.shape), torch._to_functional_tensor(Q)
+    for _ in range(3):  # a kind of call that is known by sight, too
+        want = portattn.attention(torch.zeros_like(Q), K, V, backend=backend), portattn.attention(Q, K, V, backend=backend)
+    torch.testing.assert_close(portattn.attention(zeros, K, V, backend=backend), want[0])
+    got = portattn.attention(shown, K, V, backend=backend)
+    torch.testing.assert_close(torch._from_functional_tensor(got) if torch._is_functional_tensor(got) else got, want[1])
+
+
+@pytest.mark.parametrize("hide", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape)], ids=["negated", "zero"])
+def test_what_is_written_has_to_be_what_its_memory_holds(hide):
+    table, lens, new = torch.tensor([[0], [1]]), torch.tensor([7, 6]), K[:, :5]
+    with pytest.raises(portattn.ArgumentError, match="out: wanted a tensor that is what its memory holds"):
+        portattn.attention(Q, K, V, out=hide(torch.zeros_like(Q)))
+    with pytest.raises(portattn.ArgumentError, match="v_cache: wanted a tensor that is what its memory holds"):
+        portattn.attention_paged(Q, K.clone(), hide(V.clone()), table, lens, k=new, v=new)
+    with pytest.raises(portattn.ArgumentError, match="k_cache: wanted a tensor that is what its memory holds"):
+        portattn.cache_append(new[0], new[0], hide(K.clone()), V.clone(), torch.arange(5))
+    portattn.attention_paged(Q, hide(K.clone()), V, table, lens)
+
+
 STARTS_Q, STARTS_K = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 7])
 LOSSES = {
     "dense": (lambda q, k: portattn.attention(q, k, V, causal=True).square().sum(), Q, K),
@@ -94,6 +116,8 @@ def test_functional_gradients_that_there_are_not_are_refused():
     loss = LOSSES["dense"][0]
     with pytest.raises(RuntimeError, match="differentiated once"):
         torch.func.grad(lambda q: torch.func.grad(loss)(q, K).sum())(Q)
+    with pytest.raises(portattn.ArgumentError, match="forward-mode"):
+        torch.func.hessian(loss)(Q, K)
     table, lens = torch.tensor([[0], [1]]), torch.tensor([7, 6])
     paged = lambda q: portattn.attention_paged(q, K, V, table, lens).sum()
     with pytest.raises(portattn.NoBackendError, match="gradients"):
