@@ -194,6 +194,7 @@ def measure(bound: Any, device: torch.device) -> tuple[float, float]:
     """(largest error against the float64 reference, seconds of a second run) of a tiny problem of the bound kind."""
     from torch.utils._python_dispatch import _disable_current_modes
 
+    bound = type(bound)(bound.problem, bound.backend, bound.capability, bound.adapter, {})  # the caller's state is for the caller's shapes
     # torch.device: engines set another default device while they load a model. Autocast, as the first call may come from inside one.
     with torch.no_grad(), _disable_current_modes(), torch.device("cpu"), without_autocast("cpu"), without_autocast(device.type):
         layout = bound.problem.layout
@@ -298,10 +299,9 @@ def _append(bound: Any, device: torch.device):
             if slot >= 0:
                 cache[slot // page, slot % page] = new[i].to(getattr(torch, p.kv_dtype)).to(torch.float64)
     caches = [cache.to(device) for cache in start]
-    fresh = type(bound)(p, bound.backend, bound.capability, bound.adapter, {})  # the caller's state is for the caller's shapes
 
     def run():
-        bound.adapter.cache_append(k.to(device), v.to(device), *caches, torch.tensor(slots, device=device), None, None, fresh)
+        bound.adapter.cache_append(k.to(device), v.to(device), *caches, torch.tensor(slots, device=device), None, None, bound)
         return caches
 
     return run, want

@@ -16,7 +16,7 @@ import torch
 from toys import attention, toy, toy_manifest
 
 import portattn
-from portattn import Reason, config, registry, verdicts  # noqa: F401  (Reason is public for adapters)
+from portattn import Reason, config, reference, registry, verdicts  # noqa: F401  (Reason is public for adapters)
 from portattn.manifest import ManifestError
 
 
@@ -532,3 +532,39 @@ def test_eight_threads_bind_a_cold_problem_once_and_agree(qkv):
         [t.join() for t in threads]
         assert len(results) == 8 and all(torch.equal(r, results[0]) for r in results)
         assert len(calls) == 10, "one known-answer check, whatever the threads"
+
+
+def test_what_a_known_answer_leaves_in_a_binding_reaches_no_call(qkv):
+    """Adapters keep in Bound.state what belongs to the shapes of their first call."""
+    def shapes_of(bound, *tensors):
+        return bound.state.setdefault("shapes", [t.shape for t in tensors])
+
+    def run(call, bound):
+        assert shapes_of(bound, call.q, call.k) == [call.q.shape, call.k.shape]
+        return attention(call, bound)
+
+    def merge_states(outs, lses, sinks, bound):
+        assert shapes_of(bound, outs) == [outs.shape]
+        out, lse = reference.merge_states(outs, lses, sinks=sinks)
+        return out.to(outs.dtype), lse.float()
+
+    def cache_append(k, v, k_cache, v_cache, slots, k_scale, v_scale, bound):
+        assert shapes_of(bound, k, k_cache) == [k.shape, k_cache.shape]
+        for cache, after in zip((k_cache, v_cache), reference.cache_append(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)):
+            cache.copy_(after)
+
+    layouts = ["dense", "varlen", "paged", "cache_append", "merge_states"]
+    found = toy_manifest("keeps", capability=dict(layouts=layouts))
+    registry.register(found, types.SimpleNamespace(attention=run, merge_states=merge_states, cache_append=cache_append))
+    try:
+        q, k, v = qkv
+        starts, table = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([[1], [0]])
+        portattn.attention(q, k, v, backend="keeps")
+        portattn.attention_varlen(q[0], k[0], v[0], starts, starts, 5, 5, backend="keeps")
+        portattn.attention_paged(q, k, v, table, torch.tensor([9, 6]), backend="keeps")
+        out, lse = portattn.merge_states(q[None], q[None, ..., 0], backend="keeps")
+        assert torch.equal(out, q) and torch.equal(lse, q[..., 0])
+        portattn.cache_append(k[0], v[0], k.clone(), v.clone(), torch.arange(9), backend="keeps")
+        assert len(registry.known_answers()) == 5
+    finally:
+        registry.unregister("keeps")
