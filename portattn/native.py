@@ -195,11 +195,21 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None, tiles: int | 
     return {"lines": lines, "line_heads": heads_kv // lines, "workers": each, "workers_inverse": inverse, "workers_shift": shift}
 
 
+def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
+    """Whether sequences of several tokens, but few rows, are faster as prefill tiles: decode reads all keys once for each 16 rows, on all
+    multiprocessors; tiles read them once, a multiprocessor a tile, of which all together read as fast."""
+    if few_rows_possible(call) or call.max_seqlen_q == 1 or not TILE_ROWS < rows <= DECODE_ROWS:
+        return False
+    pairs = heads_kv * (call.q.shape[0] if call.q.dim() == 4 else call.cu_seqlens_q.shape[0] - 1)
+    return 10 * pairs * -(-rows // TILE_ROWS) > 9 * limits.sms * -(-pairs // limits.sms)
+
+
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
     """The decode kernel where no sequence can have more rows than it is for, else the mixed one or, before which decode is launched on its
     own, the prefill kernel of Hopper or of AMD's devices."""
-    few = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv) <= DECODE_ROWS
-    if not few and limits.wgmma and problem.kv_dtype == problem.dtype:
+    rows = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    few = rows <= DECODE_ROWS
+    if limits.wgmma and problem.kv_dtype == problem.dtype and (not few or few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
         return prefill_sm90_shape(problem.dtype, dim)
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
@@ -653,7 +663,9 @@ class Attention(_Bound):
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
         if shape.unit or not few_rows_possible(call):
-            self.launch = self._launcher(call, shape, values, grid)
+            few = shape.keys and call.max_seqlen_q * self.values["group"] <= DECODE_ROWS
+            tiled = TILED if few else 0  # its tiles are of sequences of few rows too
+            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | tiled}, grid)
             return
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.

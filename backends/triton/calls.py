@@ -297,7 +297,7 @@ class Attention:
         vector = not uniform and self.batch <= limit
         search = next(n for n in (16, 128, 1024, limit) if self.batch <= n or n >= limit)
         while True:
-            split = schedule.split_config(base, tile, mode, rows, self.group)
+            split = schedule.split_config(base, tile, mode, rows, self.group, self.dv)
             merge_rows = min(16, split.bm, schedule.pow2(self.group if mode == "both" else rows))
             spec = schedule.attend_spec(shape, mode, tile, split, search, vector and mode != "tiles", merge_rows)
             shared = 0
@@ -312,7 +312,7 @@ class Attention:
                     # Room for so many and no more: else they stand unevenly (64 x 1k, head dim 256: 80 us for 69 on an H200).
                     shared = (self.machine.shared + 1024) // (resident + 1) - 1023
                 break
-            if mode == "splits" and rows <= schedule.SPLIT_ROWS:
+            if mode == "splits" and split is not tile:
                 base = base.smaller()
             else:
                 tile = tile.smaller()
@@ -323,7 +323,8 @@ class Attention:
                                  one_part=not uniform and not vector, **sizes)
         fixed = [*self.fixed, self.batch, self.heads_kv, self.max_q, self.max_k, max(1, self.page_size), grid.programs,
                  grid.group, grid.slots,
-                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors, self.before, self.lse_rows]
+                 grid.budget, grid.fixed_chunk, grid.fixed_splits, self.machine.multiprocessors, self.before, self.lse_rows,
+                 schedule.merging(min(rows, split.bm), merge_rows, self.d, self.dv, split)]
         if self.interpreted:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:

@@ -469,6 +469,13 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
 
 
 @triton.jit
+def worth_merging(tiles, merging):
+    """The least tiles of a part: where c tiles are a part's, the parts take c and their merge by one program tiles / c * merging / 64, which
+    together is least where c is the root of tiles * merging / 64."""
+    return tl.sqrt(tiles.to(tl.float32) * merging.to(tl.float32) * 0.015625).to(tl.int32)
+
+
+@triton.jit
 def program(
     pid,
     q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
@@ -476,7 +483,7 @@ def program(
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
     ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-    fixed_splits, stripe, before, lse_rows,
+    fixed_splits, stripe, before, lse_rows, merging,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SKIP_TO: tl.constexpr, TAKE_TO: tl.constexpr, BB: tl.constexpr,
     SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
@@ -531,7 +538,7 @@ def program(
                 chunk = (tiles + fixed_splits - 1) // fixed_splits
             else:
                 total = tl.sum(pair_counts * tiles)
-                chunk = tl.zeros([BB], tl.int32) + tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32))
+                chunk = tl.maximum(tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32)), worth_merging(tiles, merging))
             chunk = tl.maximum(chunk, 1)
             counts = tl.maximum((tiles + chunk - 1) // chunk, 1)
             items = pair_counts * counts
@@ -561,7 +568,7 @@ def program(
                     chunk = tl.cdiv(tiles, fixed_splits)
                 else:
                     total = batch * pairs * tiles
-                    chunk = tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32))
+                    chunk = tl.maximum(tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32)), worth_merging(tiles, merging))
                 splits = tl.maximum(tl.cdiv(tiles, tl.maximum(chunk, 1)), 1)
             pairs = tl.maximum(pairs, 1)
             b = pid // (pairs * splits)
@@ -732,7 +739,7 @@ def attend(
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
     ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget, fixed_chunk,
-    fixed_splits, stripe, before, lse_rows,
+    fixed_splits, stripe, before, lse_rows, merging,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT_BM: tl.constexpr, SPLIT_BN: tl.constexpr, BB: tl.constexpr,
     SEARCH: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
@@ -769,7 +776,7 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget,
                 fixed_chunk,
-                fixed_splits, stripe, before, lse_rows, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV,
+                fixed_splits, stripe, before, lse_rows, merging, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV,
                 BD, BD2, BDV,
                 PAGED, PAGE, WIDE, NEAR, ALIKE, LEFT,
                 RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS,
@@ -784,7 +791,7 @@ def attend(
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
                 ks_b, ks_h, vs_b, vs_h, cos_s, batch, heads_kv, len_q, len_k, page_size, programs, group, slots, budget,
                 fixed_chunk,
-                fixed_splits, stripe, before, lse_rows, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH,
+                fixed_splits, stripe, before, lse_rows, merging, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH,
                 G, D, DV, BD, BD2, BDV, PAGED,
                 SPLIT_PAGE, WIDE, NEAR, ALIKE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
                 SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS, LSE_FORM)

@@ -230,7 +230,7 @@ STRIDES = ("q_b", "q_s", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "o_b",
            "bias_q",
            "bias_k", "alibi_b", "ks_b", "ks_h", "vs_b", "vs_h", "cos_s")
 SIZES = ("batch", "heads_kv", "len_q", "len_k", "page_size", "programs", "group", "slots", "budget", "fixed_chunk",
-         "fixed_splits", "stripe", "before", "lse_rows")
+         "fixed_splits", "stripe", "before", "lse_rows", "merging")
 
 
 def _bias_kind(dtype: torch.dtype | None) -> str:
@@ -249,6 +249,18 @@ def loops_for(s: Shape, bm: int) -> str:
     if not s.wgmma or s.ieee or bm < 64:
         return "edges"
     return "always" if s.short else "two"
+
+
+def merge_parts(merge_rows: int, bdv: int) -> int:
+    """Parts that one step of merging so many rows takes."""
+    return max(1, min(64, 8192 // (merge_rows * bdv)))
+
+
+def merging(rows: int, merge_rows: int, d: int, dv: int, split: Config) -> int:
+    """How long a program merges one part of so many rows, in 64ths of the time in which it walks one tile of keys (worth_merging). On an H200 a
+    step of merging takes 1.2 us, a tile of 32 keys of 128 with up to 32 rows 0.5 us, larger ones as much more."""
+    tile = 0.5 * max(1.0, split.bn * (d + dv) / 8192 * max(1, split.bm / 32))
+    return max(1, round(64 * 1.2 * -(-rows // merge_rows) / merge_parts(merge_rows, pow2(dv, 16)) / tile))
 
 
 def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, vector: bool, merge_rows: int) -> Spec:
@@ -282,7 +294,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "NEAR": s.near, "ALIKE": s.alike,
         "LEFT": s.left, "RIGHT": s.right, "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
         "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip,
-        "MERGE_ROWS": merge_rows, "MERGE_PARTS": max(1, min(64, 8192 // (merge_rows * bdv))), "LSE_FORM": s.lse_form,
+        "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts(merge_rows, bdv), "LSE_FORM": s.lse_form,
     }
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
@@ -410,11 +422,13 @@ def pick_mode(multiprocessors: int, *, batch: int, heads_kv: int, group: int, ma
     return "both" if total_q is not None and max_q != max_k else "tiles"
 
 
-def split_config(base: Config, tile: Config, mode: str, rows: int, group: int) -> Config:
+def split_config(base: Config, tile: Config, mode: str, rows: int, group: int, dv: int) -> Config:
     """BM of split programs: the packed rows where they are few, else the tile's. In one launch both share warps and stages."""
     if mode == "both":
         return base._replace(bm=min(64, pow2(group, 16)), warps=tile.warps, stages=tile.stages)
-    return base._replace(bm=pow2(rows, 16)) if rows <= SPLIT_ROWS else tile
+    few = pow2(rows, 16)
+    crowded = few * dv > 128 * 32 * base.warps and tile.warps > base.warps  # more than 128 registers of sums a thread
+    return tile if rows > SPLIT_ROWS or crowded else base._replace(bm=few)
 
 
 def append_spec(*, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, rotary: int, interleaved: bool,

@@ -28,9 +28,10 @@ def test_each_kind_of_call_has_its_capability():
     assert serves(problem()) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
     assert serves(problem(arch="sm_100")) == serves(problem(sinks=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
     assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
-    assert serves(problem(layout="dense", q_len="prefill")) == "tiles_dense"
+    assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == "tiles_dense"
+    assert serves(problem(q_len="extend", page_size=1)) == "tiles"
     assert serves(problem(layout="cache_append", causal=False, dtype="float32", kv_dtype="float8_e5m2")) == "append"
-    assert serves(problem(layout="dense", q_len="prefill", head_dim=256, head_dim_v=256)) == "tiles_sm90_dense"
+    assert serves(problem(layout="dense", q_len="prefill")) == serves(problem(layout="varlen", q_len="prefill", head_dim=192)) == "tiles_sm90_dense"
     assert serves(problem(layout="merge_states", causal=False)) == "merge"
 
 
@@ -40,14 +41,17 @@ def test_what_the_kernels_do_not_do_is_declined(changed):
     assert serves(problem(**changed)) is None
 
 
-def test_triton_comes_first_but_for_pages_and_large_heads_on_hopper_and_other_dense_tiles_last():
+def test_triton_comes_first_but_for_pages_and_what_its_hopper_kernel_lacks_on_hopper_and_other_dense_tiles_last():
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
     assert order(problem()) == ["cuda", "triton", "sdpa"] and order(problem(softcap=True)) == ["triton", "cuda", "sdpa"]
     assert order(problem(q_len="extend")) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
-    assert order(problem(layout="dense", q_len="prefill")) == ["triton", "sdpa", "cuda"]
-    assert order(problem(layout="dense", q_len="prefill", head_dim=256, head_dim_v=256))[0] == "cuda"
+    assert order(problem(layout="dense", q_len="prefill")) == ["triton", "cuda", "sdpa"]
+    assert order(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == ["triton", "sdpa", "cuda"]
+    for other in (dict(head_dim=256, head_dim_v=256), dict(head_dim=192), dict(head_dim=80, head_dim_v=80), dict(softcap=True), dict(alibi=True)):
+        assert order(problem(layout="varlen", q_len="prefill", **other)) == ["cuda", "triton", "sdpa"]
+    assert order(problem(q_len="extend", page_size=1))[0] == "triton"
 
 
 @pytest.mark.parametrize("dim", [1, 20, 64, 65, 80, 81, 100, 129, 200, 256])

@@ -90,7 +90,7 @@ def build(arch: str, name: str):
     kind = "tiles" if s.descriptors else "gather" if mode != "both" else "chunks" if name == "chunks" else "mixed"
     tile, base = schedule.configs_for(arch, kind, padded if padded <= 256 else 512, s.dtype == torch.float32)
     while True:
-        split = schedule.split_config(base, tile, mode, s.group, s.group)
+        split = schedule.split_config(base, tile, mode, s.group, s.group, s.dv)
         spec = schedule.attend_spec(s, mode, tile, split, 16, mode != "tiles", min(16, schedule.pow2(s.group)))
         kernel = compile_for(spec, arch)
         if kernel.metadata.shared <= m.shared:

@@ -43,7 +43,7 @@ def test_head_dims_are_padded_as_little_as_two_blocks_allow(d, blocks):
 
 
 def items_of(lens_q: list[int], lens_k: list[int], grid: schedule.Grid, split: Config, group: int, heads_kv: int,
-             take: int) -> int:
+             take: int, merging: int) -> int:
     """How many items the kernel makes of these lengths: the formula of `program` in kernels.py."""
     rows = [n * group if not take or n * group <= take else 0 for n in lens_q]
     tiles = [-(-n // split.bn) for n in lens_k]
@@ -56,7 +56,7 @@ def items_of(lens_q: list[int], lens_k: list[int], grid: schedule.Grid, split: C
         elif grid.fixed_splits:
             chunk = -(-t // grid.fixed_splits)
         else:
-            chunk = max(-(-total // grid.budget), min(-(-total // grid.slots), 32))
+            chunk = max(-(-total // grid.budget), min(-(-total // grid.slots), 32), int((t * merging / 64) ** 0.5))
         found += p * max(1, -(-t // max(1, chunk)))
     return found
 
@@ -77,7 +77,15 @@ def test_the_grid_holds_every_item_whatever_the_lengths(seed):
                              invariant=rnd.random() < 0.3,
                              one_part=False)
     take = split.bm if mode == "both" else 0
-    assert items_of(lens_q, lens_k, grid, split, group, heads_kv, take) <= grid.total - grid.programs
+    for merging in (1, 154, 5000):
+        assert items_of(lens_q, lens_k, grid, split, group, heads_kv, take, merging) <= grid.total - grid.programs
+
+
+def test_parts_are_fewer_where_merging_them_takes_long():
+    merging = lambda rows, dv: schedule.merging(rows, min(16, schedule.pow2(rows)), dv, dv, Config(max(16, rows), 32, 2, 3))
+    parts = lambda tiles, m: -(-tiles // max(1, int((tiles * m / 64) ** 0.5)))
+    assert parts(256, merging(4, 128)) >= 40  # eight kv heads of one sequence leave multiprocessors idle otherwise
+    assert 10 <= parts(256, merging(32, 128)) <= 20 and 8 <= parts(256, merging(16, 512)) <= 24
 
 
 @pytest.mark.parametrize("seed", range(50))
