@@ -96,7 +96,7 @@ struct PrefillSm90 {
 
   PA_DEVICE int tiles_of(const Sequence& s) const {
     const int rows = s.len_q * p.group;
-    return s.len_q > 0 && rows > (p.flags & kTiled ? p.group : kDecodeRows) ? ceil_div(rows, kRows) : 0;
+    return s.len_q > 0 && rows > (p.flags & kAllTiles ? 0 : p.flags & kTiled ? p.group : kDecodeRows) ? ceil_div(rows, kRows) : 0;
   }
 
   PA_DEVICE int count() const {

@@ -68,7 +68,7 @@ MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
 (OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED,
- TILED, MAPPED, BEFORE, PREFIX_SUMS, UNSEEN_INF) = (1 << i for i in range(18))
+ TILED, MAPPED, BEFORE, PREFIX_SUMS, UNSEEN_INF, ALL_TILES) = (1 << i for i in range(19))
 COUNTING = {dialect.AFTER: 0, dialect.BEFORE: BEFORE, dialect.PREFIX_SUMS: PREFIX_SUMS}  # the flag that says what lengths count
 
 
@@ -198,7 +198,7 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None, tiles: int | 
 def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
     """Whether sequences of several tokens, but few rows, are faster as prefill tiles: decode reads all keys once for each 16 rows, on all
     multiprocessors; tiles read them once, a multiprocessor a tile, of which all together read as fast."""
-    if few_rows_possible(call) or call.max_seqlen_q == 1 or not TILE_ROWS < rows <= DECODE_ROWS:
+    if not look_equal(call) or call.max_seqlen_q == 1 or not TILE_ROWS < rows <= DECODE_ROWS:
         return False
     pairs = heads_kv * (call.q.shape[0] if call.q.dim() == 4 else call.cu_seqlens_q.shape[0] - 1)
     return 10 * pairs * -(-rows // TILE_ROWS) > 9 * limits.sms * -(-pairs // limits.sms)
@@ -242,9 +242,10 @@ def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]
     return most_tiles(call, shape.rows) + values["lines"] * values["workers"], 1
 
 
-def few_rows_possible(call: Call) -> bool:
-    """Whether some sequence may be shorter than the longest: lengths are the device's, shapes tell only that all are equal."""
-    return call.q.dim() == 3 and call.q.shape[0] != (call.cu_seqlens_q.shape[0] - 1) * call.max_seqlen_q
+def look_equal(call: Call) -> bool:
+    """Whether all sequences have as many queries as the longest, unless rows of q belong to none: lengths are the device's. Results must not
+    depend on it, only what is launched for them."""
+    return call.q.dim() == 4 or call.q.shape[0] == (call.cu_seqlens_q.shape[0] - 1) * call.max_seqlen_q
 
 
 class Room(NamedTuple):
@@ -662,10 +663,9 @@ class Attention(_Bound):
         values = self.values | sharing(call, shape, limits)
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
-        if shape.unit or not few_rows_possible(call):
-            few = shape.keys and call.max_seqlen_q * self.values["group"] <= DECODE_ROWS
-            tiled = TILED if few else 0  # its tiles are of sequences of few rows too
-            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | tiled}, grid)
+        if shape.unit or call.q.dim() == 4 or (shape.keys and look_equal(call)):
+            alone = ALL_TILES if shape.keys else 0
+            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | alone}, grid)
             return
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.

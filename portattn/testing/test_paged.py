@@ -309,7 +309,9 @@ varlen-f16-h4x2-d128-q65k64+q0k5-causal-w9.0-poison
 paged-bf16-h4x2-d64-p16-q5k20+q4k4-causal-poison
 paged-f32-h4x2-d32-p4-q5k20+q4k4-append-causal-poison
 paged-bf16-h4x2-d64-p16-q1k20*2-ragged-append-poison
-"""
+paged-bf16-h4x2-d64-p16-q34k50+q30k40-causal-poison
+varlen-bf16-h4x2-d64-q36k36+q29k29-causal-poison
+"""  # in the last two as many rows as if both sequences were of the longest's length
 
 
 @rule("C-ROWS", ROWS)

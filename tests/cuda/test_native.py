@@ -422,6 +422,20 @@ def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):
     assert seen(hopper)["flags"] & native.TILED and seen(hopper)["cu_q"]
 
 
+@pytest.mark.parametrize("tokens, batch, tiles", [(70, 3, True), (8, 3, False), (8, 70, True), (4, 70, False), (1, 70, False)])
+def test_sequences_that_look_equal_take_one_launch_whatever_they_are(hopper, tokens, batch, tiles):
+    """Ragged ones may be shorter where rows of q belong to no sequence: tiles leave none out. Of few rows, tiles are for many sequences."""
+    bf = lambda *s: torch.zeros(*s, dtype=torch.bfloat16)
+    table, lens = torch.zeros(batch, 4, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    for q, cu in ((bf(batch, tokens, 8, 64), None), (bf(batch * tokens, 8, 64), torch.zeros(batch + 1, dtype=torch.int32))):
+        call = plain(q=q, out=q.clone(), max_seqlen_q=tokens, cu_seqlens_q=cu, block_table=table, kv_lens=lens)
+        before = len(launches(hopper))
+        run = native.Attention(hopper, call, problem(q_len="extend" if tokens > 1 else "decode"))
+        run(call)
+        assert len(launches(hopper)) == before + 1 and ("prefill_sm90" in run.launch.function.what) == tiles
+        assert not tiles or seen(hopper)["flags"] & native.ALL_TILES
+
+
 def test_no_other_threads_tiles_come_between_the_two_launches_of_a_mixed_batch(hopper):
     first, second, tiles = (native.Attention(hopper, call, problem(q_len=q_len)) for call, q_len in ((ragged(), "decode"), (ragged(), "decode"), (chunk(), "extend")))
     threads, before = [threading.Thread(target=second, args=(ragged(),)), threading.Thread(target=tiles, args=(chunk(),))], first.before

@@ -120,7 +120,7 @@ def prepare(call: Call, *, grid: int, tile: tuple[int, int] | None = None, lines
         tiles, of_tile = native.most_tiles(call, 16 * tile[0] * waves), dict(m=tile[0], n=tile[1])
         if stages == 1:
             values["flags"] |= native.TILED
-            launches = (*(launches if native.few_rows_possible(call) else ()), Launch("prefill", options | of_tile, (tiles, 1)))
+            launches = (*(launches if call.q.dim() == 3 else ()), Launch("prefill", options | of_tile, (tiles, 1)))
         else:
             launches = (Launch("mixed", options | dict(stages=stages) | of_tile, (tiles + parts[0] * parts[1], 1)),)
     room = native.room(values, dim)

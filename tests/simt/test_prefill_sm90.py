@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler
 
 
 def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0, maps: bool = True,
-                 **more: int):
+                 more_flags: int = 0, **more: int):
     """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps."""
     prepared = host.prepare(call, grid=1)
     options = {name: prepared.launches[0].options[name] for name in ("t", "d")}
@@ -31,7 +31,7 @@ def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, orde
     assert bool(mapped) == (maps and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
     argument = made()
     argument.move(call.k.data_ptr(), call.v.data_ptr())
-    packed[at : at + 4] = (flags | mapped).to_bytes(4, "little")
+    packed[at : at + 4] = (flags | mapped | more_flags).to_bytes(4, "little")
     error = ctypes.create_string_buffer(2000)
     if library.portattn_simt_prefill_sm90(bytes(packed), ctypes.c_void_p(argument.address), blocks, 1, order, seed, error, len(error)):
         raise RuntimeError(error.value.decode())
@@ -62,6 +62,11 @@ def check(call, args, kw, skip=(), **how):
 ], ids=lambda o: "-".join(o) or "causal")
 def test_chunks(options):
     check(*paged([150, 33, 200, 0, 90], q_lens=[70, 1, 40, 0, 50], **options), skip=(1, 3))
+
+
+@pytest.mark.parametrize("q_lens", [[70, 1, 40, 0, 5], [8, 8, 8, 8, 8], [1, 1, 2, 1, 1]], ids=str)
+def test_alone_it_takes_sequences_of_few_rows_too(q_lens):
+    check(*paged([150, 33, 200, 0, 90], q_lens=q_lens), more_flags=native.ALL_TILES)
 
 
 @pytest.mark.parametrize("order", [host.REVERSE, host.RANDOM])

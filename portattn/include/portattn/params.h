@@ -25,6 +25,7 @@ enum Flags : u32 {
   kBefore = 1 << 15,          // lengths count the keys before an append of as many tokens as q has
   kPrefixSums = 1 << 16,      // lengths are prefix sums, one more than there are sequences
   kUnseenInf = 1 << 17,       // without sinks, the lse of a row that sees no key is +inf, not -inf
+  kAllTiles = 1 << 18,        // prefill_sm90.h: sequences of few rows are its too, however few
 };
 
 constexpr int kQueues = 4;
