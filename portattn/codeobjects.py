@@ -25,7 +25,9 @@ from .rtc import Compiler, hiprtc, nvrtc
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MAGIC = b"portattn code object 1\n"
 _lock = forks.lock(globals())
-_notes: dict[str, str] = {}
+_notes: dict[str, tuple[str, str]] = {}
+_ELSEWHERE = "PORTATTN_CACHE names another folder; portattn compiles what it cannot keep, once a process"
+_AGAIN = "pip install --force-reinstall portattn"
 
 
 class Found(NamedTuple):
@@ -35,12 +37,17 @@ class Found(NamedTuple):
 
 def notes() -> tuple[str, ...]:
     """What went wrong with folders and files so far; each one once."""
-    return tuple(_notes.values())
+    return tuple(text for text, _ in _notes.values())
 
 
-def note(key: str, text: str) -> None:
+def notes_and_fixes() -> list[tuple[str, str]]:
+    """The notes, each with what mends it ("": nothing is to be done, or the text says it)."""
+    return list(_notes.values())
+
+
+def note(key: str, text: str, fix: str = "") -> None:
     """Adds to the notes; the first text of a key stays."""
-    _notes.setdefault(key, text)
+    _notes.setdefault(key, (text, fix))
 
 
 # ------------------------------------------------------------------ prebuilt
@@ -53,10 +60,10 @@ def read_index(folder: str, kind: str, source: str | None) -> dict:
     except OSError:
         return {}
     except ValueError as exc:
-        note(path, f"{path} is not JSON: {exc}")
+        note(path, f"{path} is not JSON: {exc}", _AGAIN)
         return {}
     if source is not None and index.get("source") != source:
-        note(path, f"the prebuilt {kind} kernels are of other sources than those beside them and are not used")
+        note(path, f"the prebuilt {kind} kernels are of other sources than those beside them and are not used", _AGAIN)
         return {}
     return index.get("objects", {})
 
@@ -70,10 +77,10 @@ def read_prebuilt(folder: str, entry: dict | None) -> bytes | None:
         with open(path, "rb") as f:
             image = f.read()
     except OSError as exc:
-        note(path, f"{path}: {exc.strerror}")
+        note(path, f"{path}: {exc.strerror}", _AGAIN)
         return None
     if hashlib.sha256(image).hexdigest() != entry["sha256"]:
-        note(path, f"{path}: its hash is not the index's; it is not used")
+        note(path, f"{path}: its hash is not the index's; it is not used", _AGAIN)
         return None
     return image
 
@@ -105,10 +112,10 @@ def cache_folder(create: bool) -> str | None:
         status = os.lstat(folder)
     except OSError as exc:
         if create or not isinstance(exc, FileNotFoundError):
-            note(folder, f"{folder}: cannot be made: {exc.strerror}; kernels are compiled in each process")
+            note(folder, f"{folder}: cannot be made: {exc.strerror}; kernels are compiled in each process", _ELSEWHERE)
         return None
     if not stat.S_ISDIR(status.st_mode) or not _private(status):
-        note(folder, f"{folder}: not a folder that only this user can write to; it is not used (chmod 700 mends its mode)")
+        note(folder, f"{folder}: not a folder that only this user can write to; it is not used (chmod 700 mends its mode)", _ELSEWHERE)
         return None
     return folder
 
@@ -123,13 +130,13 @@ def cached(name: str) -> bytes | None:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         with open(os.open(path, flags), "rb") as f:
             if not _private(os.fstat(f.fileno())):
-                note(path, f"{path}: others can write to it; it is not used")
+                note(path, f"{path}: others can write to it; it is not used", f"chmod 600 {path}")
                 return None
             data = f.read()
     except FileNotFoundError:
         return None
     except OSError as exc:
-        note(path, f"{path}: {exc.strerror}")
+        note(path, f"{path}: {exc.strerror}", _ELSEWHERE)
         return None
     head = len(_MAGIC) + 65
     image = data[head:]
@@ -152,7 +159,7 @@ def keep(name: str, image: bytes) -> None:
         os.replace(temporary, os.path.join(folder, name))  # whole or not at all, whoever else writes it
         temporary = None
     except OSError as exc:
-        note(folder, f"{folder}: cannot be written: {exc.strerror}; kernels are compiled in each process")
+        note(folder, f"{folder}: cannot be written: {exc.strerror}; kernels are compiled in each process", _ELSEWHERE)
     finally:
         if temporary is not None:
             try:

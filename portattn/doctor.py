@@ -193,7 +193,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
         asked = problem(Device(job["device"], kind.device, kind.arch), job["call"], job["dtype"])
         bound = registry.bind(asked, device, job["backend"], check=False)
         if quarantined := verdicts.first_use(bound, device):
-            return {**result, "detail": f"quarantined: {quarantined.have}", "fix": quarantined.fix, "notes": list(codeobjects.notes())}
+            return {**result, "detail": f"quarantined: {quarantined.have}", "fix": quarantined.fix, "notes": codeobjects.notes_and_fixes()}
         error, result["seconds"] = verdicts.measure(bound, device)
         if faults := getattr(bound.adapter, "selftest", lambda _: ())(device):  # of the primitives that its kernels are made of
             return {**result, "detail": f"self-test of warp.h: {'; '.join(faults)}"[:300]}
@@ -203,7 +203,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
         result["detail"] = "" if result["ok"] else f"error {error:.3g}, at most {limit:.3g} is right"
     except Exception as exc:
         result["detail"] = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
-    return {**result, "notes": list(codeobjects.notes())}
+    return {**result, "notes": codeobjects.notes_and_fixes()}
 
 
 def _in_children(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -305,8 +305,9 @@ def _of_kernels(computed: list[dict]) -> Iterator[Finding]:
     """What went wrong with folders and files of compiled kernels, here and in the children that computed: it costs time, not results."""
     from . import codeobjects
 
-    for note in dict.fromkeys([*codeobjects.notes(), *(note for c in computed for note in c.get("notes", ()))]):
-        yield Finding("warning", "kernels", note, "PORTATTN_CACHE names another folder; portattn compiles what it cannot keep, once a process")
+    told = [tuple(note) for c in computed for note in c.get("notes", ())]
+    for text, fix in dict.fromkeys([*codeobjects.notes_and_fixes(), *told]):
+        yield Finding("warning", "kernels", text, fix)
 
 
 def _without(name: str) -> str:
