@@ -133,7 +133,8 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
             except (OSError, subprocess.TimeoutExpired) as exc:
                 raise KernelError(f"{compiler[0]} cannot compile the CPU kernels: {exc}") from None
             if done.returncode or not os.path.exists(target):
-                raise KernelError(f"{compiler[0]} cannot compile the CPU kernels for {isa}:\n{done.stderr.strip()[:2000]}")
+                words = done.stderr.strip()[:2000] or f"it exits with {done.returncode} and no word"
+                raise KernelError(f"{compiler[0]} cannot compile the CPU kernels for {isa}:\n{words}")
             with open(target, "rb") as f:
                 return f.read()
     finally:
@@ -142,12 +143,22 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
 
 
 def _open(image: bytes) -> ctypes.CDLL:
-    """A library from bytes that were checked: in a file of our own that is gone once it is mapped, so nobody can swap it."""
-    with tempfile.TemporaryDirectory(dir=codeobjects.cache_folder(create=False)) as folder:
-        path = os.path.join(folder, "attention.so")
-        with open(path, "wb") as f:
-            f.write(image)
-        lib = ctypes.CDLL(path)
+    """A library from bytes that were checked: in a file of our own that is gone once it is mapped, so nobody can swap it.
+
+    In the cache, or where that is only to be read, or nothing may be run there, in the temporary folder."""
+    troubles = []
+    for place in (codeobjects.cache_folder(create=False), None):
+        try:
+            with tempfile.TemporaryDirectory(dir=place) as folder:
+                path = os.path.join(folder, "attention.so")
+                with open(path, "wb") as f:
+                    f.write(image)
+                lib = ctypes.CDLL(path)
+            break
+        except OSError as exc:
+            troubles.append(str(exc))
+    else:
+        raise KernelError(f"the CPU kernels cannot be loaded: {'; '.join(dict.fromkeys(troubles))}; TMPDIR may name another folder")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     lib.pa_attention.argtypes = lib.pa_cache_append.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     lib.pa_merge.argtypes = [number] * 5 + [pointer] * 5 + [number]
@@ -196,7 +207,7 @@ def library() -> ctypes.CDLL:
                 if _forced() or isa == able()[0]:
                     raise
                 _refused.add(isa)  # a compiler older than the CPU: the next best serves
-                codeobjects.note(isa, f"{exc}; {chosen()} serves")
+                codeobjects.note(isa, f"{exc}; {chosen()} serves", "a newer C++ compiler, which CXX may name")
 
 
 def identity() -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -84,6 +85,31 @@ def test_a_compiler_that_fails_is_a_reason_with_its_words(monkeypatch):
     monkeypatch.setattr(library.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "error: no such thing"))
     with pytest.raises(library.KernelError, match="no such thing"):
         library._compile("portable", ["c++"])
+
+
+def test_a_compiler_that_fails_without_a_word_is_a_reason_with_its_exit_status(monkeypatch):
+    monkeypatch.setattr(library.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3, "", ""))
+    with pytest.raises(library.KernelError, match="for portable:\nit exits with 3"):
+        library._compile("portable", ["c++"])
+
+
+def test_where_the_cache_is_only_to_be_read_the_library_is_opened_elsewhere(monkeypatch, tmp_path):
+    opened = []
+
+    def load(path):
+        opened.append(path)
+        if len(opened) == 1:
+            raise OSError("failed to map segment from shared object")  # a folder in which nothing may be run
+        return types.SimpleNamespace(pa_attention=types.SimpleNamespace(), pa_cache_append=types.SimpleNamespace(), pa_merge=types.SimpleNamespace())
+
+    monkeypatch.setattr(library.ctypes, "CDLL", load)
+    monkeypatch.setattr(library.codeobjects, "cache_folder", lambda create: str(tmp_path))
+    assert library._open(b"library") and os.path.dirname(os.path.dirname(opened[0])) == str(tmp_path) != os.path.dirname(os.path.dirname(opened[1]))
+    assert not list(tmp_path.iterdir())
+    opened.clear()
+    monkeypatch.setattr(library.codeobjects, "cache_folder", lambda create: str(tmp_path / "none, as one that is only to be read"))
+    with pytest.raises(library.KernelError, match="only to be read.*failed to map.*TMPDIR"):
+        library._open(b"library")
 
 
 def test_where_the_compiler_is_older_than_the_cpu_the_next_best_set_serves(fresh, monkeypatch):
