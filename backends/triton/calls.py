@@ -255,7 +255,7 @@ class Attention:
             dtype=q.dtype, kv_dtype=k.dtype, out_dtype=out_dtype,
             native_fp8=not self.interpreted and self.machine.converts(k.dtype),
             group=self.group, d=self.d, dv=self.dv, layout=self.layout, page_size=self.page_size, left=call.window_left >= 0,
-            right=call.window_right >= 0, softcap=call.softcap > 0, bias=_dtype(call.bias), alibi=call.alibi_slopes is not None,
+            right=call.window_right >= 0, softcap=call.softcap > 0, bias=_dtype(call.bias), bias_rows=False, alibi=call.alibi_slopes is not None,
             sinks=_dtype(call.sinks), lse=self.has_lse, lse_form=call.lse_form, rotary=2 * call.rotary_cos.shape[1] if call.rotary_cos is not None else 0,
             rotary_dtype=_dtype(call.rotary_cos), interleaved=call.rotary_interleaved, k_scale=isinstance(call.k_scale, Tensor),
             v_scale=isinstance(call.v_scale, Tensor), table_dtype=_dtype(call.block_table), kv_lens_dtype=_dtype(lens),
@@ -270,6 +270,10 @@ class Attention:
     def _prepare(self, call: Call, aligned: bool, v_in_k: bool, negative: bool) -> tuple:
         """(launch, floats of workspace, counters) of one variant: by what the pointers allow."""
         shape = self.shape._replace(aligned=aligned, v_in_k=v_in_k, flip=negative or self.shape.k_scale)
+        if call.bias is not None and aligned and not call.bias.data_ptr() & 15:
+            *others, along = self.fixed[13:17]
+            whole = all(n * call.bias.element_size() % 16 == 0 for n in (call.bias.shape[-1], *others))
+            shape = shape._replace(bias_rows=along == 1 and whole)
         is32 = shape.dtype == torch.float32
         bd, bd2 = schedule.head_blocks(self.d)
         padded = max(bd + bd2, schedule.pow2(self.dv, 16))

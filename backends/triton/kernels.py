@@ -233,7 +233,7 @@ def step(
     cap, slope, bias_row, bias_k, row_ok,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
     MASKS: tl.constexpr, DENSE: tl.constexpr,
 ):
     """One tile of keys: S = Q K^T, rules, online softmax, O += P V. MASKS: "never" for tiles that every row sees in full,
@@ -261,7 +261,11 @@ def step(
         if ALIBI:
             s = s - slope[:, None] * tl.abs(pos[:, None] - j[None, :]).to(tl.float32)
         if BIAS != "none":
-            b = tl.load(bias_row[:, None] + j[None, :] * bias_k, mask=row_ok[:, None] & inside[None, :], other=0)
+            if BIAS_ROWS:  # by 16 bytes, all of which are the row's
+                TOGETHER: tl.constexpr = 128 // bias_row.dtype.element_ty.primitive_bitwidth
+                b = tl.load(bias_row[:, None] + j[None, :], mask=row_ok[:, None] & (j // TOGETHER * TOGETHER < hi)[None, :], other=0)
+            else:
+                b = tl.load(bias_row[:, None] + j[None, :] * bias_k, mask=row_ok[:, None] & inside[None, :], other=0)
             if BIAS == "bool":
                 s = tl.where(b != 0, s, float("-inf"))
             else:
@@ -305,7 +309,7 @@ def walk(
     c, cap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
     BDV: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, NEAR: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr,
     FLIP: tl.constexpr, DENSE: tl.constexpr,
 ):
@@ -406,7 +410,7 @@ def walk(
                 acc, den, top = step(
                     acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
                     edge, c, cap, slope, bias_row, bias_k, row_ok,
-                    D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER,
+                    D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, BIAS_ROWS, FORMAT, V_IN_K, IEEE, DEFER,
                     "never" if LOOPS == "two" else LOOPS, DENSE)
         elif LOOPS == "two":
             before = (full_start - start) // BN
@@ -424,7 +428,7 @@ def walk(
                 acc, den, top = step(
                     acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
                     True, c, cap, slope, bias_row, bias_k, row_ok,
-                    D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)
+                    D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, BIAS_ROWS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)
 
     if DEFER:
         den = tl.sum(den, 1)
@@ -489,7 +493,7 @@ def program(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, NEAR: tl.constexpr, ALIKE: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr,
     IEEE: tl.constexpr, DEFER: tl.constexpr, LOOPS: tl.constexpr, FLIP: tl.constexpr, MERGE_ROWS: tl.constexpr,
     MERGE_PARTS: tl.constexpr, LSE_FORM: tl.constexpr,
 ):
@@ -679,7 +683,7 @@ def program(
                 q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi,
                 cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
-                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, NEAR, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, ROTARY,
+                G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, NEAR, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, BIAS_ROWS, ROTARY,
                 INTERLEAVED,
                 FORMAT, V_IN_K, IEEE, DEFER, LOOPS, FLIP, not PAGED and cu_k is None)
 
@@ -745,7 +749,7 @@ def attend(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, SPLIT_PAGE: tl.constexpr, WIDE: tl.constexpr, NEAR: tl.constexpr,
     ALIKE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr,
     V_IN_K: tl.constexpr, IEEE: tl.constexpr, LOOPS: tl.constexpr, SPLIT_LOOPS: tl.constexpr, FLIP: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, LSE_FORM: tl.constexpr,
 ):
@@ -779,7 +783,7 @@ def attend(
                 fixed_splits, stripe, before, lse_rows, merging, False, BM, BN, SPLIT_BM if MODE == "both" else 0, 0, BB, SEARCH, G, D, DV,
                 BD, BD2, BDV,
                 PAGED, PAGE, WIDE, NEAR, ALIKE, LEFT,
-                RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS,
+                RIGHT, SOFTCAP, BIAS, BIAS_ROWS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, False, LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS,
                 LSE_FORM)
     if MODE != "tiles":
         if not is_tile:
@@ -793,7 +797,7 @@ def attend(
                 fixed_chunk,
                 fixed_splits, stripe, before, lse_rows, merging, True, SPLIT_BM, SPLIT_BN, 0, SPLIT_BM if MODE == "both" else 0, BB, SEARCH,
                 G, D, DV, BD, BD2, BDV, PAGED,
-                SPLIT_PAGE, WIDE, NEAR, ALIKE, LEFT, RIGHT, SOFTCAP, BIAS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
+                SPLIT_PAGE, WIDE, NEAR, ALIKE, LEFT, RIGHT, SOFTCAP, BIAS, BIAS_ROWS, ROTARY, INTERLEAVED, FORMAT, V_IN_K, IEEE, SPLIT_BM <= 16,
                 SPLIT_LOOPS, FLIP, MERGE_ROWS, MERGE_PARTS, LSE_FORM)
 
 

@@ -197,6 +197,7 @@ class Shape(NamedTuple):
     right: bool
     softcap: bool
     bias: torch.dtype | None
+    bias_rows: bool  # a row of the bias lies together; it begins and ends at multiples of 16 bytes
     alibi: bool
     sinks: torch.dtype | None
     lse: bool
@@ -292,7 +293,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         "SEARCH": search, "G": s.group, "D": s.d, "DV": s.dv, "BD": bd, "BD2": bd2, "BDV": bdv, "PAGED": s.layout == "paged",
         "PAGE": page_kind(s.page_size, tile.bn) if s.page_size else 0,
         "SPLIT_PAGE": page_kind(s.page_size, split.bn) if s.page_size else 0, "WIDE": s.wide, "NEAR": s.near, "ALIKE": s.alike,
-        "LEFT": s.left, "RIGHT": s.right, "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
+        "LEFT": s.left, "RIGHT": s.right, "SOFTCAP": s.softcap, "BIAS": _bias_kind(s.bias), "BIAS_ROWS": s.bias_rows, "ROTARY": s.rotary, "INTERLEAVED": s.interleaved, "FORMAT": form,
         "V_IN_K": v_in_k, "IEEE": s.ieee, "LOOPS": loops_for(s, tile.bm), "SPLIT_LOOPS": loops_for(s, split.bm), "FLIP": s.flip,
         "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts(merge_rows, bdv), "LSE_FORM": s.lse_form,
     }
@@ -308,6 +309,8 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         size = {"q": s.dtype.itemsize, "k": s.kv_dtype.itemsize, "v": s.kv_dtype.itemsize, "o": s.out_dtype.itemsize}
         divisible += [(name, 16) for name in ("q", "k", "v", "out")]
         divisible += [(f"{t}_{axis}", 16 // size[t]) for t in "qkvo" for axis in "bsh"]
+    if s.bias_rows:
+        divisible += [("bias", 16), *((f"bias_{axis}", 16 // s.bias.itemsize) for axis in "bhq")]
     warps = split.warps if mode == "splits" else tile.warps
     stages = split.stages if mode == "splits" else tile.stages
     return Spec("attend", tuple(runtime), tuple(constants.items()), tuple(divisible), warps, stages)

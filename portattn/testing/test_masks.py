@@ -282,7 +282,7 @@ def test_negative_lengths_count_as_zero(target: Target, case: Case) -> None:
     hold_empty(out[0::2], None if lse is None else lse[0::2])
 
 
-@rule("C-EMPTY", "dense-f32-h1x1-d4-q2k2\ndense-f16-h4x2-d64-q5k70*2\ndense-bf16-h1x1-d8-q2k2")
+@rule("C-EMPTY", "dense-f32-h1x1-d4-q2k2\ndense-f16-h4x2-d64-q5k70*2\ndense-bf16-h1x1-d8-q2k2\ndense-bf16-h4x2-d64-q20k64*2")
 def test_rows_masked_by_bias_are_empty(target: Target, case: Case) -> None:
     """Bool and -inf bias; the rows between them are not touched."""
     call = target.build(case)

@@ -24,6 +24,7 @@ dense-f32-h4x2-d32-q5k9*2-cap2-alibi-bias-sinks
 dense-f32-h4x2-d32-q5k9*2-cap2-bias-sinks-bhsd
 dense-bf16-h4x2-d64-q17k65*2-causal-w30.0-cap5-sinks-alibi
 dense-f16-h4x2-d64-q1k65*2-cap5-sinks-alibi-bias
+dense-bf16-h4x2-d64-q33k144*2-causal-bias
 varlen-f32-h4x2-d32-q5k9+q1k17+q9k5-cap2-alibi-sinks
 varlen-bf16-h4x2-d64-q5k9+q1k70+q33k33-causal-cap2-alibib-sinks
 paged-f32-h4x2-d32-p4-q5k9+q1k17+q9k9-cap2-alibi-sinks

@@ -30,7 +30,7 @@ MATRIX = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", 
 BASE = dict(
     dtype=torch.bfloat16, kv_dtype=torch.bfloat16, out_dtype=torch.bfloat16, native_fp8=False, group=4, d=128, dv=128,
     layout="dense",
-    page_size=0, left=False, right=True, softcap=False, bias=None, alibi=False, sinks=None, lse=False, lse_form=0, rotary=0,
+    page_size=0, left=False, right=True, softcap=False, bias=None, bias_rows=False, alibi=False, sinks=None, lse=False, lse_form=0, rotary=0,
     rotary_dtype=None,
     interleaved=False, k_scale=False, v_scale=False, table_dtype=None, kv_lens_dtype=None, cu_q_dtype=None, cu_k_dtype=None,
     aligned=True,
