@@ -191,8 +191,15 @@ def test_expanded_tensors(target: Target, case: Case) -> None:
     target.check(call._replace(args=(q[:1].expand_as(q), k, v)))
 
 
+def rows_apart(x):
+    """Rows of a wider tensor: what lies between them is no number, or no page."""
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), float("nan") if x.is_floating_point() else -1)
+    wide[..., 1:-2] = x
+    return wide[..., 1:-2]
+
+
 @rule("C-STRIDE", "paged-bf16-h4x2-d64-p16-q1k40*2\npaged-f32-h4x2-d32-p4-q5k9*3-causal")
-def test_strided_tables_lengths_and_scales(target: Target, case: Case) -> None:
+def test_strided_tables_and_lengths(target: Target, case: Case) -> None:
     call = target.build(case)
     q, k_cache, v_cache, table, lens = call.args
     wide = table.new_full((table.shape[0], 2 * table.shape[1] + 3), -1)
@@ -201,6 +208,17 @@ def test_strided_tables_lengths_and_scales(target: Target, case: Case) -> None:
     long[::2] = lens
     target.check(call._replace(args=(q, k_cache, v_cache, wide[:, 1 : 1 + 2 * table.shape[1] : 2], long[::2])))
     target.check(call._replace(args=(q, k_cache, v_cache, table.t().contiguous().t(), lens)))
+    target.check(call._replace(args=(q, k_cache, v_cache, rows_apart(table), lens)))  # a part of an engine's wider table
+
+
+@rule("C-STRIDE", "paged-f32-h4x2-d32-p4-q5k9*3-causal-alibib-scaleb\npaged-bf16-h8x2-d64-p16-q1k40*3-e4m3-scaleb\n"
+      "paged-bf16-h8x2-d64-p16-q2k40*3-append-scaleb\nvarlen-f32-h4x2-d32-q5k9+q1k33-alibib\ndense-f32-h4x2-d32-q5k9*2-alibib")
+def test_strided_slopes_and_scales(target: Target, case: Case) -> None:
+    """A row a sequence, the rows apart; one row for all, and one number for all heads, with stride 0."""
+    call = target.build(case)
+    for change in (rows_apart, last_stride_two, lambda x: x[:1].expand_as(x), lambda x: x[:, :1].expand_as(x)):
+        target.check(call._replace(kwargs={name: change(x) if name in ("alibi_slopes", "k_scale", "v_scale") else x
+                                           for name, x in call.kwargs.items()}))
 
 
 GUARDS = [Case("dense", "f16", dim=64, heads=2, heads_kv=1, lens=((1, n),), poison=True) for n in (1, 15, 16, 17, 31, 33, 63, 65,

@@ -344,6 +344,31 @@ class ReadsPastTheEnd(Toy):
         return super().attention(call._replace(k=k, v=v), bound)
 
 
+def packed(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x read as if its rows followed each other."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or not x.numel() or x.untyped_storage().nbytes() < x.element_size() * (x.storage_offset() + x.numel()):
+        return x
+    return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
+
+
+@breaks("C-STRIDE", "test_strided_tables")
+class RowsOfATableFollowEachOther(Toy):
+    def attention(self, call, bound):
+        return super().attention(call._replace(block_table=packed(call.block_table)), bound)
+
+
+@breaks("C-STRIDE", "test_strided_slopes")
+class SlopesOfSequencesFollowEachOther(Toy):
+    def attention(self, call, bound):
+        return super().attention(call._replace(alibi_slopes=packed(call.alibi_slopes)), bound)
+
+
+@breaks("C-STRIDE", "test_strided_slopes")
+class ScalesOfSequencesFollowEachOther(Toy):
+    def attention(self, call, bound):
+        return super().attention(call._replace(k_scale=packed(call.k_scale), v_scale=packed(call.v_scale)), bound)
+
+
 # ------------------------------------------------------------------ paged caches
 @breaks("C-LEN", "test_an_append_lands")
 class LastPageIgnored(Toy):
@@ -387,6 +412,18 @@ class PaddedRowsAreWritten(Toy):
         super().write(cache, slot % (cache.shape[0] * cache.shape[1]), row, scale, b)
 
 
+@breaks("C-LEN", "test_tokens_at_negative_positions")
+class NegativeLengthsEndAnAppend(Toy):
+    def length(self, call, b):
+        return int(call.kv_lens[b]) if call.k_new is not None else super().length(call, b)
+
+
+@breaks("C-LEN", "test_tokens_at_negative_positions")
+class LengthsAreClampedInPlace(Toy):
+    def length(self, call, b):
+        return int(call.kv_lens.clamp_(min=0)[b])
+
+
 @breaks("C-LEN", "test_lengths_around_tile_edges")
 class ShortTailOf256IsNaN(Toy):
     def sequence(self, call, b, q, k, v):
@@ -411,6 +448,18 @@ class MinusOneWritesTheLastSlot(Toy):
     def cache_append(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound):
         super().cache_append(k, v, k_cache, v_cache, slot_mapping % (k_cache.shape[0] * k_cache.shape[1]), k_scale, v_scale,
                              bound)
+
+
+@breaks("C-PAGE", "test_cache_append_scales")
+class E5m2BecomesInfinity(Toy):
+    """The type has infinities, and a plain conversion gives them."""
+
+    def write(self, cache, slot, row, scale, b):
+        if cache.dtype != torch.float8_e5m2:
+            return super().write(cache, slot, row, scale, b)
+        row = row.float() / self.scale(scale, b)
+        limit = torch.finfo(cache.dtype).max
+        cache[slot // cache.shape[1], slot % cache.shape[1]] = torch.where(row.abs() > limit, row.sign() * INF, row).to(cache.dtype)
 
 
 @breaks("C-PAGE", "test_cache_append_scales")
