@@ -28,7 +28,8 @@ def test_each_kind_of_call_has_its_capability():
     assert serves(problem()) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
     assert serves(problem(arch="sm_100")) == serves(problem(sinks=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
     assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
-    assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == "tiles_dense"
+    assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == "tiles_sm90_64"
+    assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64, alibi=True)) == "tiles_dense"
     assert serves(problem(q_len="extend", page_size=1)) == "tiles"
     assert serves(problem(layout="cache_append", causal=False, dtype="float32", kv_dtype="float8_e5m2")) == "append"
     assert serves(problem(layout="dense", q_len="prefill")) == serves(problem(layout="varlen", q_len="prefill", head_dim=192)) == "tiles_sm90_dense"
@@ -48,7 +49,9 @@ def test_triton_comes_first_but_for_pages_and_what_its_hopper_kernel_lacks_on_ho
     assert order(problem(q_len="extend")) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     assert order(problem(layout="dense", q_len="prefill")) == ["triton", "cuda", "sdpa"]
-    assert order(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == ["triton", "sdpa", "cuda"]
+    small = dict(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)
+    assert order(problem(**small)) == ["triton", "cuda", "sdpa"] and order(problem(**small, window=True)) == ["cuda", "triton", "sdpa"]
+    assert order(problem(**small, alibi=True)) == ["triton", "sdpa", "cuda"]
     for other in (dict(head_dim=256, head_dim_v=256), dict(head_dim=192), dict(head_dim=80, head_dim_v=80), dict(softcap=True), dict(alibi=True)):
         assert order(problem(layout="varlen", q_len="prefill", **other)) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", page_size=1))[0] == "triton"
