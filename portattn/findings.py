@@ -270,7 +270,7 @@ def fork_hazard(w: World) -> Found:
 def variables(w: World) -> Found:
     for name in sorted(w.env):
         if name.startswith("PORTATTN_") and name not in config.VARIABLES:
-            near = difflib.get_close_matches(name, config.VARIABLES, n=1)
+            near = difflib.get_close_matches(name, config.VARIABLES, n=1, cutoff=0.8)  # they all begin alike
             yield Finding("warning", "variable",
                           f"{name} is no variable of portattn" + (f"; did you mean {near[0]}?" if near else ""),
                           f"unset {name}")

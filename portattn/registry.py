@@ -553,6 +553,8 @@ def _no_backend_text(problem: Problem, said: str, names: tuple[str, ...], reject
     lines += [f"  {problem}", *table(rejected)]
     if able:
         lines.append(f"  able: {', '.join(able)}    fix: leave the choice to the registry, or name one of these")
+    if not _known():
+        lines.append("  no backend was found beside portattn    fix: install it in a folder; from inside a zip file its backends cannot be read")
     return "\n".join(lines)
 
 
@@ -566,7 +568,15 @@ def _warn_below_native(problem: Problem, chosen: str, rejected: dict[str, tuple[
             _warned.add(key)
             text = "; ".join(map(str, reasons))
             warnings.warn(f"portattn: {chosen} serves {problem}; {name} would, but {text}. `portattn doctor` says more.",
-                          RuntimeWarning, stacklevel=5)
+                          RuntimeWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """The stacklevel at which the function that asks warns of the line outside of portattn that called it."""
+    level, frame = 0, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level + 1
 
 
 def forget() -> None:

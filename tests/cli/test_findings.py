@@ -170,6 +170,10 @@ def test_a_healthy_machine_gives_no_finding(name):
     assert examine(World(**HEALTHY[name])) == []
 
 
+def test_a_variable_unlike_every_other_gets_no_guess():
+    assert [f.text for f in examine(World(**{**CPU, "env": {"PORTATTN_FOO": "1"}}))] == ["PORTATTN_FOO is no variable of portattn"]
+
+
 def test_every_detector_has_a_trouble_of_its_own():
     raised = {fn.__name__ for facts, *_ in TROUBLES.values() for fn in findings.DETECTORS if list(fn(World(**facts)))}
     assert raised == {fn.__name__ for fn in findings.DETECTORS}

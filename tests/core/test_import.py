@@ -113,6 +113,20 @@ def test_no_posix_module_is_needed_at_import():
     """)
 
 
+def test_a_package_without_backends_as_in_a_zip_file_says_so():
+    run("""
+        import torch, portattn
+        portattn.backends.__path__ = ["/somewhere/portattn.zip/portattn/backends"]
+        q = torch.randn(1, 2, 2, 8)
+        try:
+            portattn.attention(q, q, q)
+        except portattn.NoBackendError as error:
+            assert "no backend was found" in str(error) and "zip" in str(error), error
+        else:
+            raise SystemExit(1)
+    """)
+
+
 def test_the_backends_folder_says_what_to_import_instead():
     folder = Path(next(iter(portattn.backends.__path__)))
     if folder.name != "backends" or folder.parent.name == "portattn":

@@ -221,8 +221,9 @@ def test_explain_runs_nothing_and_says_why_not_the_others(qkv, usual):
 def test_falling_below_a_native_choice_warns_once_with_the_reason(qkv):
     registry._warned.clear()
     with toy(capability=dict(features=[]), native=["cpu"]):
-        with pytest.warns(RuntimeWarning, match="toy.*softcap"):
+        with pytest.warns(RuntimeWarning, match="toy.*softcap") as told:
             portattn.attention(*qkv, softcap=1.0)
+        assert [warning.filename for warning in told] == [__file__]  # the caller's line
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             portattn.attention(*qkv, softcap=2.0)
