@@ -507,6 +507,15 @@ def main(argv: list[str] | None = None) -> int:
     for name in suites:
         if name not in RUN:
             ap.error(f"--suites: unknown {name!r}; known: {', '.join(SUITES)}")
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        ap.error(f"--seconds: wanted more than 0, got {args.seconds:g}")
+    if args.threads is not None and args.threads < 1:
+        ap.error(f"--threads: wanted at least 1, got {args.threads}")
+    if args.json not in (None, "-"):
+        try:
+            open(args.json, "a").close()  # said now, not after minutes of measuring
+        except OSError as exc:
+            ap.error(f"--json: {exc}")
     threads = torch.get_num_threads()
     busy = not args.threads and stalled()
     torch.set_num_threads(args.threads or (1 if busy else threads))

@@ -184,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"portattn matrix: {exc}", file=sys.stderr)
         return 2
     if args.backend:
+        if args.backend not in registry.manifests():
+            ap.error(f"--backend: wanted one of {', '.join(registry.manifests())}, got {args.backend}")
         found["include"] = [job for job in found["include"] if job["backend"] == args.backend]
     if args.json:
         print(json.dumps(found))
@@ -213,6 +215,9 @@ def support_table(argv: list[str] | None = None) -> int:
         with open(file, encoding="utf-8", newline="") as f:
             old = f.read()
         new = replace_block(old, block)
+        if args.write and old != new:
+            with open(file, "w", encoding="utf-8", newline="") as f:
+                f.write(new)
     except (OSError, ValueError) as exc:
         print(f"portattn support-table: {file}: {exc}", file=sys.stderr)
         return 2
@@ -220,7 +225,4 @@ def support_table(argv: list[str] | None = None) -> int:
         if old != new:
             print(f"{file}: the support table is stale; run: portattn support-table --write {file}", file=sys.stderr)
         return int(old != new)
-    if old != new:
-        with open(file, "w", encoding="utf-8", newline="") as f:
-            f.write(new)
     return 0

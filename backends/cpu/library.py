@@ -207,7 +207,7 @@ def library() -> ctypes.CDLL:
                 if _forced() or isa == able()[0]:
                     raise
                 _refused.add(isa)  # a compiler older than the CPU: the next best serves
-                codeobjects.note(isa, f"{exc}; {chosen()} serves", "a newer C++ compiler, which CXX may name")
+                codeobjects.note(isa, f"{' '.join(str(exc).split())[:300]}; {chosen()} serves", "a newer C++ compiler, which CXX may name")
 
 
 def identity() -> str:

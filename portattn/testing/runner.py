@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     names = list(registry.manifests())
     if args.backend not in names:
-        return usage(f"--backend: wanted one of {', '.join(names)}, got {args.backend}")
+        return usage(f"--backend: wanted one of {', '.join(names)}, got {args.backend or 'none'}")
     if args.record and (args.filter or args.case):
         return usage("--record needs a whole run, without --filter and --case")
     try:
@@ -352,6 +352,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.case:
             Case.parse(args.case)
         xfails = read_xfails(args.xfails) if args.xfails else []
+        if args.json not in (None, "-"):
+            open(args.json, "a").close()  # said now, not after the run
+        if args.record:
+            open(registry.manifests()[args.backend].file, "a").close()
         torch.empty(0, device=device)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         return usage(str(error).splitlines()[0])

@@ -147,7 +147,10 @@ def test_a_workload_is_named_before_its_first_peer_only():
     assert "1 x 8" not in second and " ms" not in second and "0.90 x tiled" in second
 
 
-def test_an_unknown_suite_is_wrong_usage(capsys):
+@pytest.mark.parametrize("argv, said", [(["--suites", "dnse"], "dnse"), (["--seconds", "0"], "--seconds: wanted more than 0"), (["--seconds", "nan"], "nan"),
+                                        (["--threads", "0"], "--threads: wanted at least 1"), (["--json", "no such folder/x"], "no such folder")])
+def test_wrong_usage_is_told_before_anything_is_measured(argv, said, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_report", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit) as exit:
-        cli.main(["bench", "--suites", "dnse"])
-    assert exit.value.code == 2 and "dnse" in capsys.readouterr().err
+        cli.main(["bench", *argv])
+    assert exit.value.code == 2 and said in capsys.readouterr().err

@@ -71,6 +71,12 @@ def test_matrix_json_is_one_line_that_github_can_read(capsys):
     assert {job["backend"] for job in include} == {name for name, m in registry.manifests().items() if m.ci}
 
 
+def test_an_unknown_backend_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["matrix", "--backend", "cdua"])
+    assert exit.value.code == 2 and "wanted one of cuda" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------ the support table
 def cells(*manifests):
     lines = matrix.table({m.name: m for m in manifests}).splitlines()
@@ -148,6 +154,21 @@ def test_a_file_without_markers_is_wrong_usage(tmp_path, content, capsys):
         file.write_text(content)
     assert cli.main(["support-table", "--write", str(file)]) == 2
     assert str(file) in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_wrong_usage(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "README.md"
+    file.write_text(matrix.BEGIN + matrix.END)
+    opened = open
+
+    def no_writing(path, mode="r", *args, **more):
+        if "w" in mode:
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, mode, *args, **more)
+
+    monkeypatch.setattr("builtins.open", no_writing)
+    assert cli.main(["support-table", "--write", str(file)]) == 2
+    assert "Permission denied" in capsys.readouterr().err
 
 
 def test_the_readme_table_is_current():

@@ -114,7 +114,7 @@ def test_the_command_lists_runs_and_reports(backend, tmp_path, capsys):
 @pytest.mark.parametrize("argv", [[], ["--backend", "nobody"], ["--backend", "toy", "--level", "slow"],
                                   ["--backend", "toy", "--filter", "nothing like it"],
                                   ["--backend", "toy", "--device", "toaster"], ["--backend", "toy", "--xfails", "no such file"],
-                                  ["--backend", "toy", "--case", "dense-f32-oops"],
+                                  ["--backend", "toy", "--case", "dense-f32-oops"], ["--backend", "toy", "--json", "no such folder/report.json"],
                                   ["--backend", "toy", "--record", "--filter", "C-GQA"]])
 def test_wrong_usage_has_its_own_exit_code(backend, argv, capsys):
     backend()
