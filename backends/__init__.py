@@ -22,7 +22,7 @@
 
 3. `portattn conformance --backend NAME` until it is green: what the manifest declares must run and be right,
    what it does not must be declined with exactly that reason.
-4. `portattn support-table` and commit the table with the folder.
+4. `portattn support-table --write README.md`, and commit the table with the folder.
 """
 
 if __name__ == "backends":

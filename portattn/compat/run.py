@@ -28,6 +28,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
+    if not as_module and not os.path.exists(arguments[0]):
+        print(f"portattn.compat.run: there is no file {arguments[0]}", file=sys.stderr)
+        return 2
     install(*names, shadow=shadow)
     sys.argv = arguments
     if as_module:

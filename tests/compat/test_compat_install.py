@@ -128,3 +128,5 @@ def test_run_of_some_names_and_of_a_module(tmp_path):
 def test_run_without_a_program_says_how(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 2 and "script.py" in done.stderr
+    done = run(tmp_path, "nowhere.py")
+    assert (done.returncode, done.stderr) == (2, "portattn.compat.run: there is no file nowhere.py\n")
