@@ -209,7 +209,7 @@ def _varlen_host(call: Call, bound, rules: Rules):
             out4, lse3 = out[None], lse[None] if want_lse else None
         to, to_lse = out4.narrow(1, q0, sq), lse3.narrow(1, q0, sq) if want_lse else None
         if got is None:
-            tiled.attend(*parts, _of_sequence(rules, b), to, to_lse)
+            tiled.attend(*parts, _of_sequence(rules, b), to, to_lse, None, invariant)
         else:
             to.copy_(got)
             if want_lse:

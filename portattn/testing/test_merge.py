@@ -210,12 +210,16 @@ varlen-bf16-h4x2-d64-q33k300-causal-invariant
 varlen-f32-h4x2-d32-q1k70-cap3-invariant
 dense-bf16-h4x2-d64-q1k300-invariant
 dense-f32-h4x2-d32-q33k70-causal-invariant
+varlen-f32-h2x2-d13-q1k70-invariant
+paged-f32-h3x3-d13-p3-q1k70-invariant
+dense-f32-h3x3-d13-q1k69-invariant
 """)
 
 
 @rule("C-SPLIT", INVARIANT)
 def test_batch_invariant_rows_have_the_same_bits_alone_and_in_any_batch(target: Target, case: Case) -> None:
-    """Among short and long mates, first, in the middle and last, on other pages, under other bounds."""
+    """Among short and long mates, first, in the middle and last, on other pages, under other bounds; at head_dim 13 at addresses that
+    are aligned in other ways."""
     call = target.build(case)
     alone = target.with_lse(call)
     (len_q, len_k) = case.lens[0]
