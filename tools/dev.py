@@ -71,7 +71,7 @@ def existing_torch():
     """The version of the running Python's torch and the folders that it and its requirements are in."""
     code = "import sys, torch; print(torch.__version__); print(*[p for p in sys.path if p.endswith('-packages')], sep='\\n')"
     asked = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=os.path.expanduser("~")
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=sys.prefix  # not the checkout
     )
     if asked.returncode:
         raise Unmet(

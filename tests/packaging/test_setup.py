@@ -1,5 +1,6 @@
 """`make demo` and `make test` set up .venv by themselves; whatever is missing ends in one sentence (tools/dev.py)."""
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -42,6 +43,11 @@ def run_setup(clone, **variables):
 RETRY = "WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by 'NewConnectionError'\n"
 NONE = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: none)\n"
 OTHERS = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: 2.2.0, 2.2.1)\n"
+
+
+def test_an_existing_torch_is_found_without_a_home(dev, monkeypatch):
+    monkeypatch.setenv("HOME", "/no/such/folder")
+    assert dev.existing_torch()[0] == importlib.metadata.version("torch")
 
 
 @pytest.mark.parametrize(
