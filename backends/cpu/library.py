@@ -142,6 +142,10 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+class _NotLoaded(KernelError):
+    """No folder lets a library be written and run there: one for another instruction set would fare no better."""
+
+
 def _open(image: bytes) -> ctypes.CDLL:
     """A library from bytes that were checked: in a file of our own that is gone once it is mapped, so nobody can swap it.
 
@@ -156,9 +160,10 @@ def _open(image: bytes) -> ctypes.CDLL:
                 lib = ctypes.CDLL(path)
             break
         except OSError as exc:
-            troubles.append(str(exc))
+            words = exc.strerror or str(exc).split(": ", 1)[-1]  # without a name that is another each time
+            troubles.append(f"from {place or 'the temporary folder'}: {words}")
     else:
-        raise KernelError(f"the CPU kernels cannot be loaded: {'; '.join(dict.fromkeys(troubles))}; TMPDIR may name another folder")
+        raise _NotLoaded(f"the CPU kernels cannot be loaded {'; '.join(troubles)}; PORTATTN_CACHE or TMPDIR may name another folder")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     lib.pa_attention.argtypes = lib.pa_cache_append.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     lib.pa_merge.argtypes = [number] * 5 + [pointer] * 5 + [number]
@@ -204,7 +209,7 @@ def library() -> ctypes.CDLL:
             try:
                 return _load(isa, _maker(isa))
             except KernelError as exc:
-                if _forced() or isa == able()[0]:
+                if _forced() or isa == able()[0] or isinstance(exc, _NotLoaded):
                     raise
                 _refused.add(isa)  # a compiler older than the CPU: the next best serves
                 codeobjects.note(isa, f"{' '.join(str(exc).split())[:300]}; {chosen()} serves", "a newer C++ compiler, which CXX may name")

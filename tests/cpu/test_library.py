@@ -18,6 +18,7 @@ import portattn
 from portattn import codeobjects, reference, registry
 
 library = importlib.import_module("portattn.backends.cpu.library")
+REAL_OPEN = library._open
 REAL_INDEX = library._prebuilt_index.__wrapped__
 
 
@@ -99,7 +100,7 @@ def test_where_the_cache_is_only_to_be_read_the_library_is_opened_elsewhere(monk
     def load(path):
         opened.append(path)
         if len(opened) == 1:
-            raise OSError("failed to map segment from shared object")  # a folder in which nothing may be run
+            raise OSError(f"{path}: failed to map segment from shared object")  # a folder in which nothing may be run
         return types.SimpleNamespace(pa_attention=types.SimpleNamespace(), pa_cache_append=types.SimpleNamespace(), pa_merge=types.SimpleNamespace())
 
     monkeypatch.setattr(library.ctypes, "CDLL", load)
@@ -108,8 +109,19 @@ def test_where_the_cache_is_only_to_be_read_the_library_is_opened_elsewhere(monk
     assert not list(tmp_path.iterdir())
     opened.clear()
     monkeypatch.setattr(library.codeobjects, "cache_folder", lambda create: str(tmp_path / "none, as one that is only to be read"))
-    with pytest.raises(library.KernelError, match="only to be read.*failed to map.*TMPDIR"):
+    with pytest.raises(library.KernelError, match="only to be read: No such file or directory; from the temporary folder: failed to map"):
         library._open(b"library")
+
+
+def test_a_library_that_no_folder_lets_run_is_not_tried_for_every_instruction_set(fresh, monkeypatch):
+    monkeypatch.setattr(library, "_open", REAL_OPEN)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: (_ for _ in ()).throw(OSError(f"{path}: failed to map segment from shared object")))
+    texts = set()
+    for _ in range(2):
+        with pytest.raises(library.KernelError, match="cannot be loaded from .*cache/kernels: failed to map") as told:
+            library.library()
+        texts.add(str(told.value))
+    assert len(texts) == 1 and len(fresh) == 1
 
 
 def test_where_the_compiler_is_older_than_the_cpu_the_next_best_set_serves(fresh, monkeypatch):
