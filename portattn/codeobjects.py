@@ -27,7 +27,7 @@ _MAGIC = b"portattn code object 1\n"
 _lock = forks.lock(globals())
 _notes: dict[str, tuple[str, str]] = {}
 _ELSEWHERE = "PORTATTN_CACHE names another folder; portattn compiles what it cannot keep, once a process"
-_AGAIN = "pip install --force-reinstall portattn"
+_AGAIN = "install portattn again"
 
 
 class Found(NamedTuple):

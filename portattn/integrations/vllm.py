@@ -1,6 +1,6 @@
 """vLLM on portattn: an attention backend from outside vLLM's tree.
 
-    pip install portattn                          # beside vLLM, whose processes find the plugin by themselves
+    pip install .                                 # in a checkout of portattn, beside vLLM, whose processes find the plugin by themselves
     vllm serve MODEL --attention-backend CUSTOM   # or LLM(model, attention_backend="CUSTOM")
 
 The plugin (entry point group vllm.general_plugins) only offers the backend: without that option vLLM runs as before. Decoder layers attend over
