@@ -244,7 +244,7 @@ OVERRIDES = {  # variable: the kind of machine that it concerns, and what it doe
     "HSA_OVERRIDE_GFX_VERSION": ("hip", "the GPU calls itself by another architecture's name, whose kernels may be wrong on it"),
     "NVIDIA_TF32_OVERRIDE": ("cuda", "cuBLAS multiplies float32 in TF32, with 10 bits, whatever torch's own flags say"),
     "PYTORCH_ENABLE_MPS_FALLBACK": ("mps", "operators that MPS lacks run on the CPU, slowly and without a word"),
-    "TRITON_INTERPRET": ("any", "Triton kernels are interpreted: slow, and wrong for bfloat16"),
+    "TRITON_INTERPRET": ("any", "Triton kernels are interpreted: slow, and those that are not portattn's are wrong for bfloat16"),
 }
 
 
@@ -269,7 +269,7 @@ def fork_hazard(w: World) -> Found:
 @detector
 def variables(w: World) -> Found:
     for name in sorted(w.env):
-        if name.startswith("PORTATTN_") and name not in config.VARIABLES:
+        if name.startswith("PORTATTN_") and not name.startswith("PORTATTN_TEST_") and name not in config.VARIABLES:
             near = difflib.get_close_matches(name, config.VARIABLES, n=1, cutoff=0.8)  # they all begin alike
             yield Finding("warning", "variable",
                           f"{name} is no variable of portattn" + (f"; did you mean {near[0]}?" if near else ""),

@@ -154,7 +154,7 @@ HEALTHY = {
     },
     "HIP and CUDA variables that agree but for a space": {**ROCM, "env": {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0, 1"}},
     "another vendor's variable, unset": {**CUDA, "initialized": True, "start_env": {"HIP_VISIBLE_DEVICES": "0"}, "env": {}},
-    "variables of portattn": {**CPU, "env": {"PORTATTN_CHECK": "1", "PORTATTN_BACKEND": "sdpa"}},
+    "variables of portattn": {**CPU, "env": {"PORTATTN_CHECK": "1", "PORTATTN_BACKEND": "sdpa", "PORTATTN_TEST_BACKEND": "cpu"}},
     "another vendor's variables": {
         **CPU,
         "env": {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1", "PYTORCH_ENABLE_MPS_FALLBACK": "1"},
