@@ -44,8 +44,11 @@ def far(sq: int, sk: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """out (B, Sq, Hq, Dv) of q's dtype, contiguous, and lse (B, Sq, Hq); k, v (B, Sk, Hkv, D|Dv), no length 0."""
-    (batch, sq, hq, dim), (_, sk, heads, dim_v) = q.shape, v.shape
     scale, left, right, softcap, bias, slopes, sinks = rules
+    before = v.shape[1] - q.shape[1] - left
+    if left >= 0 and before > 0:  # keys that no row sees: what they hold must not matter. Positions count from the end
+        k, v, bias = k[:, before:], v[:, before:], bias if bias is None else bias[..., before:]
+    (batch, sq, hq, dim), (_, sk, heads, dim_v) = q.shape, v.shape
     dtype = q.dtype
     if dtype != torch.float32:
         q, k, v = q.float(), k.float(), v.float()

@@ -281,3 +281,19 @@ def test_large_scores_of_16_bit_inputs_are_not_rounded(options):
     v = randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=1)
     want, plain = reference.attention(q, k, v, **options), reference.plain(reference.attention, q, k, v, **options)
     close_out(portattn.attention(q, k, v, backend="sdpa", **options), want[0], plain[0], q.dtype)
+
+
+@pytest.mark.parametrize("len_q, len_k, left", [(1, 130, 3), (5, 400, 20), (1, 9000, 100)], ids=["few", "several", "many"])
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+def test_keys_before_every_window_may_hold_anything(len_q, len_k, left, junk):
+    """An engine frees pages that a window has left behind; ragged and dense keys are no different."""
+    q, k, v = randn(1, len_q, 4, 16), randn(1, len_k, 2, 16), randn(1, len_k, 2, 16, seed=1)
+    window = dict(causal=True, window_size=(left, 0), return_lse=True, backend="sdpa")
+    want = reference.attention(q, k, v, causal=True, window_size=(left, 0))
+    k[:, : len_k - len_q - left], v[:, : len_k - len_q - left] = junk, junk
+    starts = lambda n: torch.tensor([0, n], dtype=torch.int32)
+    dense = portattn.attention(q, k, v, **window)
+    ragged = portattn.attention_varlen(q[0], k[0], v[0], starts(len_q), starts(len_k), len_q, len_k, **window)
+    for out, lse in (dense, [x[None] for x in ragged]):
+        torch.testing.assert_close(out.double(), want[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=0)
