@@ -303,6 +303,8 @@ class Attention:
         while True:
             split = schedule.split_config(base, tile, mode, rows, self.group, self.dv)
             merge_rows = min(16, split.bm, schedule.pow2(self.group if mode == "both" else rows))
+            if mode == "splits":
+                shape = shape._replace(descriptors=split is tile and self._page_descriptors(call, shape, tile))
             spec = schedule.attend_spec(shape, mode, tile, split, search, vector and mode != "tiles", merge_rows)
             shared = 0
             if self.interpreted:
@@ -333,7 +335,8 @@ class Attention:
             launch: Any = Interpreted(spec, fixed, grid.total)
         else:
             with torch.cuda.device(self.index):
-                launch = Launch(kernel, spec, fixed, grid.total, self.index, self._maps(call, tile) if shape.descriptors else (), shared)
+                launch = Launch(kernel, spec, fixed, grid.total, self.index, self._maps(call, shape, tile) if shape.descriptors else (), shared)
+            launch.again = [2 if name == "v_desc" else 1 for name in schedule.boxes(shape, tile)] if shape.descriptors else []
         items = grid.total - grid.programs
         block = split.bm * schedule.pow2(self.dv, 16)
         self.described = (mode, tile, split, grid)
@@ -383,13 +386,18 @@ class Attention:
         self.described = ("hopper", blocks_of, None, schedule.Grid(programs, programs, group, 1, 1, 0, 0))
         return launch, 0, 0, 2
 
-    def _maps(self, call: Call, tile: Config) -> list[Map]:
+    def _page_descriptors(self, call: Call, shape: Shape, tile: Config) -> bool:
+        """The same over pages: of latent heads, whose values are their keys' first columns, in blocks that wgmma takes."""
+        k = call.k
+        exact = sum(schedule.head_blocks(self.d)) == self.d and self.dv == schedule.pow2(self.dv, 16)
+        latent = shape.v_in_k and max(self.d, self.dv) > 256 and k.dtype == call.q.dtype and not shape.ieee
+        whole = self.page_size % tile.bn == 0 and schedule.loops_for(shape, tile.bm) == "two"
+        return self.machine.arch == "sm_90" and self.layout == "paged" and latent and exact and whole and shape.aligned and _nested(k) and k.numel() > 0
+
+    def _maps(self, call: Call, shape: Shape, tile: Config) -> list[Map]:
         """Tensor maps of K and V for kernels.attend."""
-        found = []
-        for t in (call.k, call.v):
-            shape, strides = _rows_of_all_heads(t)
-            found.append(_map_of(t.dtype, shape, strides, (*(1 for _ in shape[2:]), tile.bn, t.shape[-1])))
-        return found
+        return [_map_of(t.dtype, *_rows_of_all_heads(t), box)
+                for name, box in schedule.boxes(shape, tile).items() for t in (call.v if name == "v_desc" else call.k,)]
 
     def _resident(self, kernel: Any, spec: Spec) -> int:
         """Programs that one multiprocessor holds at once."""
@@ -490,8 +498,8 @@ class Attention:
         """Launches with q's, k's, v's and out's pointers, and the tensors that self.tensors names."""
         launch, floats, stats, counters = ready
         numbers = self.numbers
-        if launch.described and floats == counters == 0:  # kernels.attend takes K and V as pointers, too
-            pointers[3:3] = pointers[1:3]
+        if launch.again:  # kernels.attend takes K and V as pointers, too
+            pointers[3:3] = [pointers[i] for i in launch.again]
         if lse is not None:
             pointers.append(lse.data_ptr())
         kept = None

@@ -229,29 +229,32 @@ def masked(s, j, row_lo, row_hi, LEFT: tl.constexpr):
 
 @triton.jit
 def step(
-    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c,
+    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k2_desc, k_first, k_at, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi, edge, c,
     cap, slope, bias_row, bias_k, row_ok,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, FORMAT: tl.constexpr, V_IN_K: tl.constexpr, IEEE: tl.constexpr, DEFER: tl.constexpr,
-    MASKS: tl.constexpr, DENSE: tl.constexpr,
+    MASKS: tl.constexpr, BOXES: tl.constexpr,
 ):
     """One tile of keys: S = Q K^T, rules, online softmax, O += P V. MASKS: "never" for tiles that every row sees in full,
-    "always", or "edges": scores are masked if `edge` is true."""
+    "always", or "edges": scores are masked if `edge` is true. BOXES: descriptors have an axis of batch entries or pages, k_first, and rows
+    of it from k_at on."""
     dims = tl.arange(0, BD)
     v_dims = tl.arange(0, BDV)
     j = n + cols
     inside = (j >= lo) & (j < hi)
-    if k_desc is not None and DENSE:  # rows past the end read as zero
-        k = tl.reshape(k_desc.load([k_first, n, k_col]), (cols.shape[0], BD))
+    if k_desc is not None and BOXES:  # rows past the end read as zero
+        k = tl.reshape(k_desc.load([k_first, k_at, k_col]), (cols.shape[0], BD))
     elif k_desc is not None and MASKS == "never":
         k = k_desc.load([k_first + n, k_col])
     else:
         k = widened(load_rows(k_row, inside, dims, D, BD > D, MASKS), FORMAT, q.dtype)
     s = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), IEEE)
     if BD2 > 0:
-        dims2 = BD + tl.arange(0, BD2)
-        k2 = widened(load_rows(k_row, inside, dims2, D, BD + BD2 > D, MASKS), FORMAT, q.dtype)
+        if k2_desc is not None and BOXES:
+            k2 = tl.reshape(k2_desc.load([k_first, k_at, k_col + BD]), (cols.shape[0], BD2))
+        else:
+            k2 = widened(load_rows(k_row, inside, BD + tl.arange(0, BD2), D, BD + BD2 > D, MASKS), FORMAT, q.dtype)
         s = product(q2, tl.trans(k2), s, IEEE)
 
     if SOFTCAP or ALIBI or BIAS != "none":
@@ -292,8 +295,8 @@ def step(
     if V_IN_K:
         v = k
     else:
-        if v_desc is not None and DENSE:
-            v = tl.reshape(v_desc.load([k_first, n, v_col]), (cols.shape[0], BDV))
+        if v_desc is not None and BOXES:
+            v = tl.reshape(v_desc.load([k_first, k_at, v_col]), (cols.shape[0], BDV))
         elif v_desc is not None and MASKS == "never":
             v = v_desc.load([k_first + n, v_col])
         else:
@@ -304,7 +307,7 @@ def step(
 
 @triton.jit
 def walk(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, k_first, k_col, v_col, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, k2_desc, k_first, k_col, v_col, table, bias, alibi, cos, sin, q_s, q_h, k_page, k_s, v_page, v_s,
     bias_h, bias_q, bias_k, cos_s, page_size,
     c, cap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
     G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BD2: tl.constexpr,
@@ -402,16 +405,21 @@ def walk(
             for n in tl.range(first_n, last_n, BN):
                 k_row = key_rows(k_ptr, pages, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE, NEAR)
                 v_row = key_rows(v_ptr, pages, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE, NEAR)
+                place = k_first
+                k_at = n
+                if PAGED and PAGE == -1:  # a tile lies in one page
+                    place = pages.to(tl.int32)
+                    k_at = n % page_size
                 if PAGED and LOOPS == "two":  # the last tile looks its own up again
                     pages = pages_of(table, tl.minimum(n + BN, last_n - BN), cols, lo, hi, page_size, PAGE, "none")
                 elif PAGED:
                     pages = pages_of(table, n + BN, cols, lo, hi, page_size, PAGE, "last")
                 edge = (n < full_start) | (n >= full_end)
                 acc, den, top = step(
-                    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
-                    edge, c, cap, slope, bias_row, bias_k, row_ok,
+                    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k2_desc, place, k_at, k_col, v_col, pos, row_lo, row_hi, n, cols, lo,
+                    hi, edge, c, cap, slope, bias_row, bias_k, row_ok,
                     D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, BIAS_ROWS, FORMAT, V_IN_K, IEEE, DEFER,
-                    "never" if LOOPS == "two" else LOOPS, DENSE)
+                    "never" if LOOPS == "two" else LOOPS, DENSE or (PAGED and LOOPS == "two"))
         elif LOOPS == "two":
             before = (full_start - start) // BN
             tiles = before + (tl.maximum(end - full_end, 0) + BN - 1) // BN
@@ -426,7 +434,7 @@ def walk(
                 k_row = key_rows(k_ptr, here, n, cols, k_page, k_s, page_size, PAGED, PAGE, WIDE, NEAR)
                 v_row = key_rows(v_ptr, here, n, cols, v_page, v_s, page_size, PAGED, PAGE, WIDE, NEAR)
                 acc, den, top = step(
-                    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k_first, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
+                    acc, den, top, q, q2, k_row, v_row, k_desc, v_desc, k2_desc, k_first, n, k_col, v_col, pos, row_lo, row_hi, n, cols, lo, hi,
                     True, c, cap, slope, bias_row, bias_k, row_ok,
                     D, DV, BD, BD2, BDV, LEFT, SOFTCAP, ALIBI, BIAS, BIAS_ROWS, FORMAT, V_IN_K, IEEE, DEFER, "always", DENSE)
 
@@ -482,7 +490,7 @@ def worth_merging(tiles, merging):
 @triton.jit
 def program(
     pid,
-    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
+    q, k, v, k_desc, v_desc, k2_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
     counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
@@ -680,7 +688,7 @@ def program(
                 v_factor = v_factor * tl.load(v_scale + b * vs_b + kvh * vs_h)
 
             acc, den, top = walk(
-                q, k, v, k_desc, v_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi,
+                q, k, v, k_desc, v_desc, k2_desc, k_row_first, (kvh * k_h).to(tl.int32), (kvh * v_h).to(tl.int32), table, bias, alibi,
                 cos, sin, q_s, q_h, k_b, k_s, v_b, v_s, bias_h, bias_q, bias_k, cos_s, page_size,
                 c, softcap, window_left, window_right, row0, kvh, len_q, len_k, lo, hi,
                 G, BM, BN, D, DV, BD, BD2, BDV, PAGED, PAGE, WIDE, NEAR, LEFT, RIGHT, SOFTCAP, alibi is not None, BIAS, BIAS_ROWS, ROTARY,
@@ -738,7 +746,7 @@ def program(
 
 @triton.jit
 def attend(
-    q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
+    q, k, v, k_desc, v_desc, k2_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin, parts, stats,
     counters,
     scale, softcap, v_factor, window_left, window_right,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
@@ -774,7 +782,7 @@ def attend(
         if is_tile:
             program(
                 pid,
-                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin,
+                q, k, v, k_desc, v_desc, k2_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin,
                 parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,
@@ -789,7 +797,7 @@ def attend(
         if not is_tile:
             program(
                 pid,
-                q, k, v, k_desc, v_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin,
+                q, k, v, k_desc, v_desc, k2_desc, out, lse, table, kv_lens, cu_q, cu_k, bias, alibi, sinks, k_scale, v_scale, cos, sin,
                 parts, stats, counters,
                 scale, softcap, v_factor, window_left, window_right,
                 q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h, table_b, bias_b, bias_h, bias_q, bias_k, alibi_b,

@@ -161,6 +161,7 @@ class Launch:
         """shared: bytes that a program takes at least, where the driver lets it."""
         self.kernel, self.spec, self.grid, self.device = kernel, spec, grid, device
         self.fixed = tuple(fixed)
+        self.again: list[int] = []  # which of the pointers that a call gives are descriptors' too, behind them
         self.lock = threading.Lock()
         kernel.run  # loads the binary: raises OutOfResources where it does not fit
         self.described = tuple(zip((i for i, (_, kind) in enumerate(spec.types) if kind.startswith("tensordesc")), maps))

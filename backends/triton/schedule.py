@@ -223,7 +223,7 @@ class Shape(NamedTuple):
     wgmma: bool  # asynchronous matrix instructions: sm_90 and the sm_100 family
 
 
-POINTERS = ("q", "k", "v", "k_desc", "v_desc", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks",
+POINTERS = ("q", "k", "v", "k_desc", "v_desc", "k2_desc", "out", "lse", "table", "kv_lens", "cu_q", "cu_k", "bias", "alibi", "sinks",
             "k_scale", "v_scale",
             "cos", "sin", "parts", "stats", "counters")
 NUMBERS = (("scale", "fp32"), ("softcap", "fp32"), ("v_factor", "fp32"), ("window_left", "i32"), ("window_right", "i32"))
@@ -253,15 +253,24 @@ def loops_for(s: Shape, bm: int) -> str:
 
 
 def merge_parts(merge_rows: int, bdv: int) -> int:
-    """Parts that one step of merging so many rows takes."""
+    """Parts that one step of merging so many rows takes; four times as many made eight warps of latent heads three times as slow."""
     return max(1, min(64, 8192 // (merge_rows * bdv)))
 
 
 def merging(rows: int, merge_rows: int, d: int, dv: int, split: Config) -> int:
     """How long a program merges one part of so many rows, in 64ths of the time in which it walks one tile of keys (worth_merging). On an H200 a
-    step of merging takes 1.2 us, a tile of 32 keys of 128 with up to 32 rows 0.5 us, larger ones as much more."""
-    tile = 0.5 * max(1.0, split.bn * (d + dv) / 8192 * max(1, split.bm / 32))
+    step of merging takes 1.2 us, a tile of 32 keys of 128 0.5 us, one of more bytes as much more."""
+    tile = 0.5 * max(1.0, split.bn * (d + dv) / 8192)
     return max(1, round(64 * 1.2 * -(-rows // merge_rows) / merge_parts(merge_rows, pow2(dv, 16)) / tile))
+
+
+def boxes(s: Shape, tile: Config) -> dict[str, tuple[int, ...]]:
+    """Boxes of the tensor descriptors of keys and values: over pages, of full tiles, each in one page, of which values are columns too."""
+    bd, bd2 = head_blocks(s.d)
+    if s.layout == "paged":
+        return {"k_desc": (1, tile.bn, bd)} | ({"k2_desc": (1, tile.bn, bd2)} if bd2 else {})
+    batch = (1,) if s.layout == "dense" else ()
+    return {"k_desc": (*batch, tile.bn, bd), "v_desc": (*batch, tile.bn, pow2(s.dv, 16))}
 
 
 def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, vector: bool, merge_rows: int) -> Spec:
@@ -276,7 +285,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
         form, kv = FORMATS[s.kv_dtype], "*u8"
     splits = mode != "tiles"
     types = {
-        "q": POINTER[s.dtype], "k": kv, "v": kv, "k_desc": None, "v_desc": None, "out": POINTER[s.out_dtype],
+        "q": POINTER[s.dtype], "k": kv, "v": kv, "k_desc": None, "v_desc": None, "k2_desc": None, "out": POINTER[s.out_dtype],
         "lse": "*fp32" if s.lse else None,
         "table": s.table_dtype and POINTER[s.table_dtype], "kv_lens": s.kv_lens_dtype and POINTER[s.kv_lens_dtype],
         "cu_q": s.cu_q_dtype and POINTER[s.cu_q_dtype], "cu_k": s.cu_k_dtype and POINTER[s.cu_k_dtype],
@@ -299,8 +308,7 @@ def attend_spec(s: Shape, mode: str, tile: Config, split: Config, search: int, v
     }
     if s.descriptors:
         kind = POINTER[s.kv_dtype][1:]
-        batch = "1, " if s.layout == "dense" else ""
-        types |= {f"{t}_desc": f"tensordesc<{kind}[{batch}{tile.bn}, {n}]>" for t, n in (("k", bd), ("v", bdv))}
+        types |= {name: f"tensordesc<{kind}[{', '.join(map(str, box))}]>" for name, box in boxes(s, tile).items()}
     runtime = [(name, types[name]) for name in POINTERS if types[name]]
     constants |= {name: None for name in POINTERS if not types[name]}
     runtime += [*NUMBERS, *((name, "i64") for name in STRIDES), *((name, "i32") for name in SIZES)]

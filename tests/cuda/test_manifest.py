@@ -54,7 +54,8 @@ def test_triton_comes_first_but_for_pages_and_what_its_hopper_kernel_lacks_on_ho
     assert order(problem(**small, alibi=True)) == ["triton", "sdpa", "cuda"]
     for other in (dict(head_dim=256, head_dim_v=256), dict(head_dim=192), dict(head_dim=80, head_dim_v=80), dict(softcap=True), dict(alibi=True)):
         assert order(problem(layout="varlen", q_len="prefill", **other)) == ["cuda", "triton", "sdpa"]
-    assert order(problem(q_len="extend", page_size=1))[0] == order(problem(layout="dense", q_len="prefill", head_dim=100, head_dim_v=100))[0] == "triton"
+    assert order(problem(q_len="extend", page_size=1))[0] == order(problem(q_len="extend", head_dim=100))[0] == "triton"
+    assert order(problem(q_len="extend", page_size=24))[0] == order(problem(layout="dense", q_len="prefill", head_dim=100, head_dim_v=100))[0] == "triton"
 
 
 @pytest.mark.parametrize("dim", [1, 20, 64, 65, 80, 81, 100, 129, 200, 256])

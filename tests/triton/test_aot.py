@@ -53,9 +53,10 @@ VARIANTS = {
     "rotary": ("splits", PAGED | dict(rotary=128, rotary_dtype=torch.float32, left=True, sinks=torch.bfloat16, lse=True)),
     "fp8": ("splits", PAGED | dict(kv_dtype=torch.float8_e4m3fn, k_scale=True, v_scale=True, flip=True)),
     "latent": ("splits", PAGED | dict(d=576, dv=512, group=16, v_in_k=True)),
+    "latent-many": ("splits", PAGED | dict(d=576, dv=512, group=128, v_in_k=True, page_size=64)),
     "float32": ("tiles", dict(dtype=torch.float32, kv_dtype=torch.float32, out_dtype=torch.float32, ieee=True, d=64, dv=64)),
 }
-SPILLS_ALLOWED = {"big-pages", "features", "latent", "float32", "rotary"}  # rare, and register-hungry: they must compile and fit
+SPILLS_ALLOWED = {"big-pages", "features", "latent", "latent-many", "float32", "rotary"}  # rare, and register-hungry: they must compile and fit
 
 
 def machine(arch: str) -> schedule.Machine:
@@ -84,7 +85,7 @@ def build(arch: str, name: str):
     s = schedule.Shape(**(BASE | changes))
     s = s._replace(wgmma=m.wgmma, native_fp8=m.converts(s.kv_dtype))
     exact = s.d == s.dv == schedule.pow2(s.d)
-    s = s._replace(descriptors=m.wgmma and mode == "tiles" and s.layout != "paged" and exact and not s.ieee)
+    s = s._replace(descriptors=m.wgmma and mode == "tiles" and s.layout != "paged" and exact and not s.ieee or (arch == "sm_90" and name == "latent-many"))
     bd, bd2 = schedule.head_blocks(s.d)
     padded = max(bd + bd2, schedule.pow2(s.dv, 16))
     kind = "tiles" if s.descriptors else "gather" if mode != "both" else "chunks" if name == "chunks" else "mixed"
@@ -119,7 +120,7 @@ def tool_says(kernel, tmp_path, tool: str, option: str) -> str:
 ARCHES = list(MATRIX)
 SAMPLE = [
     ("sm_80", "dense"), ("sm_80", "decode"), ("sm_90", "dense"), ("sm_90", "dense-short"), ("sm_90", "decode"), ("sm_90", "mixed"),
-    ("sm_90", "chunks"), ("sm_90", "fp8"), ("sm_90", "latent"), ("sm_100", "dense"), ("sm_120", "dense"), ("sm_120", "decode"), ("gfx90a", "dense"),
+    ("sm_90", "chunks"), ("sm_90", "fp8"), ("sm_90", "latent"), ("sm_90", "latent-many"), ("sm_100", "dense"), ("sm_120", "dense"), ("sm_120", "decode"), ("gfx90a", "dense"),
     ("gfx942", "dense"), ("gfx942", "fp8"), ("gfx942", "features"), ("gfx942", "odd-pages"), ("gfx950", "decode"), ("gfx1100",
                                                                                                                     "dense"),
                                                                                                                     ("gfx1151",
@@ -133,7 +134,7 @@ def test_attention_compiles_to_matrix_instructions_and_fits(arch, name, tmp_path
     kernel, spec = build(arch, name)
     code = kernel.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
     if name != "float32":  # IEEE float32 has no matrix unit here, by design
-        small = arch.startswith("sm_") and VARIANTS[name][0] == "splits"  # 16 rows are below what wgmma and tcgen05 take
+        small = arch.startswith("sm_") and VARIANTS[name][0] == "splits" and name != "latent-many"  # 16 rows are below what wgmma and tcgen05 take
         assert ("mma.sync" if small else MATRIX[arch]) in code
     assert kernel.metadata.shared <= machine(arch).shared
     if name not in SPILLS_ALLOWED and (arch, name) != ("sm_86", "fp8"):  # there 8 bits are decoded by arithmetic: 24 bytes with CUDA 13
