@@ -13,8 +13,13 @@
 //            their pieces turned by the row's number (decode.h).
 // Products   Keys are rows: S^T (16 keys x 8 heads) = K Q^T and O^T (kD x 8) += V^T P^T on m16n8k16, so that eight columns are
 //            enough and nothing is computed for heads that do not exist.
+//            8-bit keys and values become fp16 in the registers that multiply them: a lane reads pieces of rows as they lie. Sums over
+//            columns may take these in any order, if q does too, and rows of O^T may be any columns: a lane's four bytes are four
+//            columns. V's pairs of keys are made of two rows' bytes. q and probabilities are fp16 then, whatever q's type is.
 // Numerics   float32 accumulation; probabilities rounded to q's type. A row's base is a maximum seen before, raised when a score
 //            exceeds it by more than kSlack powers of two: probabilities may be as large as 2^kSlack, sums are exact as ever.
+//            With 8-bit caches the base is kRoom powers of two below that maximum, where fp16 has its range; q of another type is
+//            multiplied by a power of two that takes its row's largest element to 2^14: what is 2^-31 of that is exact yet.
 // Cost       bytes of k and v, each once: bound by memory.
 // Vendor     mma.sync, ldmatrix, 16-byte asynchronous copies; clusters (sm90.h).
 // Source     split keys and the merge of states: FlashDecoding; even parts of one line of work: stream-K; lazy maxima:
@@ -43,15 +48,13 @@ struct PlainDecode {
   static constexpr int kThreads = 32 * kWaves, kKeys = 16, kUnit = kKeys * kWaves, kRows = 8;
   static constexpr int kTiles = kD / 16, kColumns = ceil_div(kD, 128);
   static constexpr bool kWiden = sizeof(C) != sizeof(T);
-  static constexpr bool kTurned = kD * sizeof(C) % 128 == 0, kTileTurned = kD * sizeof(T) % 128 == 0;
-  static constexpr int kPitch = kD + (kTurned ? 0 : 16 / static_cast<int>(sizeof(C)));  // of copies
-  static constexpr int kTilePitch = kD + (kTileTurned ? 0 : 8);                         // of what is multiplied
+  static constexpr bool kTurned = kWiden ? kD % 64 == 0 : kD * sizeof(C) % 128 == 0;
+  static constexpr int kPitch = kD + (kTurned || kWiden ? 0 : 16 / static_cast<int>(sizeof(C)));
   static constexpr int kStageBytes = 2 * kKeys * kPitch * static_cast<int>(sizeof(C));
-  static constexpr int kTileBytes = 2 * kKeys * kTilePitch * static_cast<int>(sizeof(T));
-  static constexpr int kWaveBytes = kStages * kStageBytes + (kWiden ? kTileBytes : 0);
   static constexpr int kRowFloats = kD + 4;  // a row of a state: o, m, l, nothing
-  static constexpr float kSlack = 8.0f;
-  static_assert(kRows * kRowFloats * 4 <= (kWiden ? kTileBytes : kStageBytes), "a wave's state fits where 16 keys and values stood");
+  static constexpr int kWaveBytes = kStages * kStageBytes + (kWiden ? kRows * kRowFloats * 4 : 0);
+  static constexpr float kRoom = kWiden ? 7.0f : 0.0f, kSlack = 8.0f;
+  static_assert(kWiden || kRows * kRowFloats * 4 <= kStageBytes, "a wave's state fits where 16 keys and values stood");
 
   // A tile that several blocks share, as one that merges rows of it knows it. `kind` 0 began in an earlier block, 1 begins here.
   struct alignas(16) Shared { int first, count, b, nth, start_q; };
@@ -66,16 +69,24 @@ struct PlainDecode {
   u8* waves;
   Mail& mail;
   int wave, lane, line, part;
+  int copy_place, k_place, v_places[2];  // of an 8-bit cache, where this lane's first pieces are: copied, of keys, of values 2c and 2c + 1
   int lens[4], starts[4];  // of the first 128 sequences, four a lane: lengths, and where ragged q begins
 
   // Block `part_` of the cluster of line `line_`.
   PA_DEVICE PlainDecode(const P& params, u8* memory, int line_, int part_)
-      : p(params), waves(memory), mail(*reinterpret_cast<Mail*>(memory + kWaves * kWaveBytes)), wave(warp::wave_index()), lane(warp::wave_lane()),
-        line(line_), part(part_) {}
+      : p(params), waves(kWiden ? kept_shared(memory) : memory), mail(*reinterpret_cast<Mail*>(memory + kWaves * kWaveBytes)),
+        wave(warp::wave_index()), lane(warp::wave_lane()), line(line_), part(part_) {
+    if (kWiden) {
+      const int g = lane >> 2, c = lane & 3;
+      copy_place = kColumn ? kept(place_of(lane / kPieces, lane % kPieces * kEach)) : 0;
+      k_place = kept(place_of(g, c * kVector));
+      v_places[0] = kept(place_of(2 * c, g * kRun));
+      v_places[1] = kept(place_of(2 * c + 1, g * kRun));
+    }
+  }
 
   PA_DEVICE u8* stage(int w, int slot) const { return waves + w * kWaveBytes + slot * kStageBytes; }
-  PA_DEVICE u8* widened(int w) const { return waves + w * kWaveBytes + kStages * kStageBytes; }
-  PA_DEVICE float* result(int w, int slot) const { return reinterpret_cast<float*>(kWiden ? widened(w) : stage(w, slot)); }
+  PA_DEVICE float* result(int w, int slot) const { return reinterpret_cast<float*>(stage(w, kWiden ? kStages : slot)); }
 
   // ---- where parts are
 
@@ -205,7 +216,16 @@ struct PlainDecode {
 
   static constexpr int kEach = 16 / static_cast<int>(sizeof(C)), kPieces = kD / kEach;  // elements of a piece, pieces of a row
   static constexpr bool kColumn = 32 % kPieces == 0;  // a lane stays in its column of pieces
-  static PA_DEVICE int place_of(int r, int d) { return r * kPitch + (kTurned ? d ^ (r & 7) * kEach : d); }
+  static PA_DEVICE int place_of(int r, int d) {
+    if (kWiden && kTurned) return (r * kD + d) ^ turn_of(r);
+    return r * kPitch + (kTurned ? d ^ (r & 7) * kEach : d);
+  }
+  // Rows of an 8-bit cache, which may share a line. No bank conflicts where neighbours are read together (keys), nor where every second row is
+  // (values); of heads of 96 columns, whose rows are not turned, the latter come in pairs.
+  static PA_DEVICE int turn_of(int r) { return ((r & 6) ^ (kD % 128 == 0 ? (r & 1) << 2 : 0)) * 16; }
+  // A place some columns on, of rows whose columns' bits are their own.
+  static constexpr bool kMoves = !kTurned || (kD & (kD - 1)) == 0;
+  static PA_DEVICE int moved(int place, int columns) { return kTurned ? place ^ columns : place + columns; }
 
   // Where copies are: units of a segment to come, their pages, and this lane's first piece of row 0 of page 0.
   struct Ahead {
@@ -250,14 +270,26 @@ struct PlainDecode {
       }
     }
   }
+  // The same of 16 rows that exist, of an 8-bit cache: with few instructions, since half of the bytes leave time for half of them.
+  PA_DEVICE void copy_whole(C* to, const C* from, int row) const {
+    constexpr int kStep = 32 / kPieces;
+#pragma unroll
+    for (int i = 0; i < kKeys / kStep; ++i) copy_async16_once(to + (copy_place ^ turn_of(i * kStep)) + i * kStep * kD, from + product(row, i * kStep));
+  }
+  static PA_DEVICE u64 product(int a, int b) { return static_cast<u64>(static_cast<u32>(a)) * static_cast<u32>(b); }  // of what is not negative
   // The copies of one more unit, if there is one.
   PA_DEVICE void issue(Ahead& a, int slot) const {
     if (a.units > 0) {
       const int page = warp::shfl_idx<32>(a.pages, a.nth), first = key(a.at.unit + a.nth), in_page = first & ((1 << p.page_shift) - 1);
       const int k_page = static_cast<int>(p.k_batch), k_row = static_cast<int>(p.k_token), v_page = static_cast<int>(p.v_batch), v_row = static_cast<int>(p.v_token);
       C* to = reinterpret_cast<C*>(stage(wave, slot));
-      copy_rows(to, a.k + static_cast<i64>(page) * k_page + static_cast<i64>(in_page) * k_row, k_row, a.at.len - first);
-      copy_rows(to + kKeys * kPitch, a.v + static_cast<i64>(page) * v_page + static_cast<i64>(in_page) * v_row, v_row, a.at.len - first);
+      if (kWiden && kColumn && a.at.len - first >= kKeys) {
+        copy_whole(to, a.k + (product(page, k_page) + product(in_page, k_row)), k_row);
+        copy_whole(to + kKeys * kPitch, a.v + (product(page, v_page) + product(in_page, v_row)), v_row);
+      } else {
+        copy_rows(to, a.k + static_cast<i64>(page) * k_page + static_cast<i64>(in_page) * k_row, k_row, a.at.len - first);
+        copy_rows(to + kKeys * kPitch, a.v + static_cast<i64>(page) * v_page + static_cast<i64>(in_page) * v_row, v_row, a.at.len - first);
+      }
       --a.units;
       if (++a.nth == 32 || a.units == 0) {  // more pages, or the next segment
         skip(a.at, a.nth);
@@ -267,32 +299,61 @@ struct PlainDecode {
     copy_commit();
   }
 
-  static PA_DEVICE int tile_place(int r, int d) { return r * kTilePitch + (kTileTurned ? d ^ (r & 7) * 8 : d); }
-  // A stage of 8-bit keys and values in q's type.
-  PA_DEVICE void widen(int slot) const {
-    const C* from = reinterpret_cast<const C*>(stage(wave, slot));
-    T* to = reinterpret_cast<T*>(widened(wave));
-#pragma unroll 2
-    for (int i = lane; i < 2 * kKeys * (kD / 8); i += 32) {
-      const int r = i / (kD / 8), d = i % (kD / 8) * 8;
-      *reinterpret_cast<Bytes16*>(to + tile_place(r, d)) = widen8<T, C>(*reinterpret_cast<const Bytes8*>(from + place_of(r, d)));
-    }
-  }
-
   // ---- one tile's state in registers. Lane 4g + c has heads 2c and 2c + 1; keys, or columns, g and g + 8 of every 16.
 
   struct State {
     float o[kTiles][4];  // (column g, head 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1)
     float m[2], l[2];    // l: this lane's part
   };
-  struct Query { u32 x[kTiles][2]; };  // head g, columns 2c, 2c + 1 and 2c + 8, 2c + 9 of every 16
+  // Head g, columns 2c, 2c + 1 and 2c + 8, 2c + 9 of every 16; with an 8-bit cache, the columns of which step8 reads keys.
+  struct Query {
+    u32 x[kTiles][2];
+    float k_scale, v_scale;  // of an 8-bit cache, where they are tensors
+    float scale[2];          // times this, products of heads 2c and 2c + 1 are scores
+  };
   PA_DEVICE void fetch(Query& q, const Cursor& a) const {
     const int g = lane >> 2, head = head_of(a.nth) * p.group + g;
-    const T* row = static_cast<const T*>(p.q) + (kRagged ? token_again(a.b) * p.q_token : a.b * p.q_batch) + head * p.q_head + 2 * (lane & 3);
+    const T* row = static_cast<const T*>(p.q) + (kRagged ? token_again(a.b) * p.q_token : a.b * p.q_batch) + head * p.q_head;
+    if constexpr (kWiden) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+      for (int t = 0; t < kTiles; ++t) {
+        Bytes8 x = {};
+        if (g < p.group) x = *reinterpret_cast<const Bytes8*>(row + (t / kWords * 4 + (lane & 3)) * kVector + t % kWords * 4);
+        q.x[t][0] = x.x[0];
+        q.x[t][1] = x.x[1];
+      }
+      const int nth = head_of(a.nth);
+      q.k_scale = p.k_scale ? p.k_scale[a.b * p.scale_batch_k + nth * p.scale_head_k] : 1.0f;
+      q.v_scale = p.v_scale ? p.v_scale[a.b * p.scale_batch_v + nth * p.scale_head_v] : 1.0f;
+    } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) q.x[t][half] = g < p.group ? *reinterpret_cast<const u32*>(row + 16 * t + 8 * half) : 0;
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) q.x[t][half] = g < p.group ? *reinterpret_cast<const u32*>(row + 2 * (lane & 3) + 16 * t + 8 * half) : 0;
+    }
+  }
+  // What was fetched of a tile with an 8-bit cache, as its first step needs it.
+  PA_DEVICE void prepare(Query& q) const {
+    const float scale = p.scale * kLog2e * q.k_scale;
+    q.scale[0] = q.scale[1] = scale;
+    if constexpr (kIsBf16<T>) {
+      int top = 0;  // bits of the row's largest element; a NaN's are larger than all
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) top = max_of(top, max_of(static_cast<int>(q.x[t][half] & 0x7fff0000u), static_cast<int>(q.x[t][half] << 17 >> 1)));
+      top = max_of(top, warp::shfl_xor<32>(top, 1));
+      top = max_of(top, warp::shfl_xor<32>(top, 2));
+      const int up = min_of(127 + 14 + 127 - (top >> 23), 240);  // a float's exponent; 240: what it undoes is far from subnormal
+      const float factor = bits_float(static_cast<u32>(up) << 23), inverse = bits_float(static_cast<u32>(254 - up) << 23);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          q.x[t][half] = pack2<f16>(bits_float(q.x[t][half] << 16) * factor, bits_float(q.x[t][half] & 0xffff0000u) * factor);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) q.scale[i] = warp::shfl_idx<32>(inverse, 8 * (lane & 3) + 4 * i) * scale;
+    }
   }
   static PA_DEVICE void clear(State& st) {
 #pragma unroll
@@ -308,32 +369,44 @@ struct PlainDecode {
 
   // This wave's 16 keys from `key` on, of `len`.
   PA_DEVICE void step(State& st, const Query& q, int key, int len, int slot) const {
-    const T* k = reinterpret_cast<const T*>(kWiden ? widened(wave) : stage(wave, slot));
-    const T* v = k + kKeys * kTilePitch;
+    const T* k = reinterpret_cast<const T*>(stage(wave, slot));
+    const T* v = k + kKeys * kPitch;
     float s[2][4] = {};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       u32 a[4];
-      load_matrices(a, k + tile_place(lane & 15, 16 * t + (lane >> 4) * 8));
+      load_matrices(a, k + place_of(lane & 15, 16 * t + (lane >> 4) * 8));
       multiply_16x8x16(s[t & 1], a, q.x[t][0], q.x[t][1], T{});
     }
     const float scale = p.scale * kLog2e;
     float x[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] = (s[0][e] + s[1][e]) * scale;
+    u32 low, high;
+    weigh(st, x, key, len, low, high, T{});
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      u32 a[4];
+      load_matrices_transposed(a, v + place_of((lane & 7) + (lane >> 4) * 8, 16 * t + (lane >> 3 & 1) * 8));
+      multiply_16x8x16(st.o[t], a, low, high, T{});
+    }
+  }
+  // The scores of 16 keys to their probabilities, as products take them; st is of the base that they are relative to.
+  template <class M>
+  PA_DEVICE void weigh(State& st, float (&x)[4], int key, int len, u32& low, u32& high, M) const {
     if (key + kKeys > len) {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (key + (lane >> 2) + 8 * (e >> 1) >= len) x[e] = -PA_INFINITY;
     }
     const float top[2] = {max_of(x[0], x[2]), max_of(x[1], x[3])};
-    if (warp::wave_any(top[0] > st.m[0] + kSlack || top[1] > st.m[1] + kSlack)) {
+    if (warp::wave_any(top[0] > st.m[0] + (kRoom + kSlack) || top[1] > st.m[1] + (kRoom + kSlack))) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float m = top[i];
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) m = max_of(m, warp::shfl_xor<32>(m, d));
-        m = max_of(m, st.m[i]);
+        m = max_of(m - kRoom, st.m[i]);
         const float shrink = weight(st.m[i], m);
         st.m[i] = m;
         st.l[i] *= shrink;
@@ -350,12 +423,72 @@ struct PlainDecode {
       x[e] = exp2_fast(x[e] - base[e & 1]);
       st.l[e & 1] += x[e];
     }
-    const u32 low = turn_matrix(pack2<T>(x[0], x[1])), high = turn_matrix(pack2<T>(x[2], x[3]));
+    low = turn_matrix(pack2<M>(x[0], x[1]));
+    high = turn_matrix(pack2<M>(x[2], x[3]));
+  }
+
+  // The same of an 8-bit cache. Lane 4g + c reads kVector columns at a time of keys g and g + 8, the c-th of every four vectors, and kRun at a time
+  // of values 2c, 2c + 1, 2c + 8 and 2c + 9, the g-th of every eight runs.
+  static constexpr int kVector = kD % 64 == 0 ? 16 : kD % 32 == 0 ? 8 : 4, kWords = kVector / 4;
+  static constexpr int kRun = kTiles == 8 ? 16 : kTiles % 4 == 0 ? 8 : kTiles % 2 == 0 ? 4 : 2, kRunTiles = kRun / 2;
+  static constexpr int kChains = kTiles == 8 ? 4 : 2;  // of products that wait for each other: larger heads have no registers for more
+  template <int kBytes> struct alignas(kBytes) Piece { u32 x[kBytes / 4]; };
+  // The first of the two columns of O^T that lane 4g + c has of tile t.
+  static PA_DEVICE int column_of(int t, int g) { return (t / kRunTiles * 8 + g) * kRun + t % kRunTiles * 2; }
+
+  // The tiles of V^T that have run j of every lane.
+  PA_DEVICE void values(u32 (&a)[kRunTiles][4], const u8* v, int j) const {
+    const u8* even = v + (kMoves ? moved(v_places[0], 8 * j * kRun) : place_of(2 * (lane & 3), (8 * j + (lane >> 2)) * kRun));
+    const u8* odd = v + (kMoves ? moved(v_places[1], 8 * j * kRun) : place_of(2 * (lane & 3) + 1, (8 * j + (lane >> 2)) * kRun));
+    if constexpr (kRun == 2) {
+      auto two = [](const u8* p) { return static_cast<u32>(*reinterpret_cast<const u16*>(p)); };
+      halves_of_e4m3(pick_bytes(two(even), two(odd), 0x5140), a[0][0], a[0][1]);
+      halves_of_e4m3(pick_bytes(two(even + 8 * kD), two(odd + 8 * kD), 0x5140), a[0][2], a[0][3]);
+    } else {
+      using Run = Piece<kRun>;
+      const Run x[4] = {*reinterpret_cast<const Run*>(even), *reinterpret_cast<const Run*>(odd), *reinterpret_cast<const Run*>(even + 8 * kD),
+                        *reinterpret_cast<const Run*>(odd + 8 * kD)};
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      u32 a[4];
-      load_matrices_transposed(a, v + tile_place((lane & 7) + (lane >> 4) * 8, 16 * t + (lane >> 3 & 1) * 8));
-      multiply_16x8x16(st.o[t], a, low, high, T{});
+      for (int i = 0; i < kRunTiles; ++i) {
+        const u32 which = i % 2 ? 0x7362 : 0x5140;
+        halves_of_e4m3(pick_bytes(x[0].x[i / 2], x[1].x[i / 2], which), a[i][0], a[i][1]);
+        halves_of_e4m3(pick_bytes(x[2].x[i / 2], x[3].x[i / 2], which), a[i][2], a[i][3]);
+      }
+    }
+  }
+
+  PA_DEVICE void step8(State& st, const Query& q, int key, int len, int slot) const {
+    const u8* k = stage(wave, slot);
+    const u8* v = k + kKeys * kD;
+    float s[kChains][4] = {};
+#pragma unroll
+    for (int j = 0; j < kTiles / kWords; ++j) {
+      const u8* at = k + (kMoves ? moved(k_place, 4 * j * kVector) : place_of(lane >> 2, (4 * j + (lane & 3)) * kVector));
+      const auto low = *reinterpret_cast<const Piece<kVector>*>(at), high = *reinterpret_cast<const Piece<kVector>*>(at + 8 * kD);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const int t = j * kWords + i;
+        u32 a[4];
+        halves_of_e4m3(low.x[i], a[0], a[2]);
+        halves_of_e4m3(high.x[i], a[1], a[3]);
+        multiply_16x8x16(s[t % kChains], a, q.x[t][0], q.x[t][1], f16{});
+      }
+    }
+    float x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[e] = s[0][e] + s[1][e];
+      if (kChains == 4) x[e] += s[2 % kChains][e] + s[3 % kChains][e];
+      x[e] *= q.scale[e & 1];
+    }
+    u32 low, high;
+    weigh(st, x, key, len, low, high, f16{});
+#pragma unroll
+    for (int j = 0; j < kTiles / kRunTiles; ++j) {
+      u32 a[kRunTiles][4];
+      values(a, v, j);
+#pragma unroll
+      for (int i = 0; i < kRunTiles; ++i) multiply_16x8x16(st.o[j * kRunTiles + i], a[i], low, high, f16{});
     }
   }
 
@@ -365,7 +498,7 @@ struct PlainDecode {
   PA_DEVICE bool mine(int k) const { return kD % 128 == 0 || k * 128 + lane * 4 < kD; }
 
   // Leaves this wave's state where the block can merge it.
-  PA_DEVICE void publish(State& st, int slot) const {
+  PA_DEVICE void publish(State& st, float v_scale, int slot) const {
     float* to = result(wave, slot);
     const int g = lane >> 2;
 #pragma unroll
@@ -377,7 +510,9 @@ struct PlainDecode {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) to[r * kRowFloats + 16 * t + 8 * half + g] = st.o[t][i + 2 * half];
+        for (int half = 0; half < 2; ++half)
+          if constexpr (kWiden) to[r * kRowFloats + column_of(t, g) + half] = st.o[t][i + 2 * half] * v_scale;
+          else to[r * kRowFloats + 16 * t + 8 * half + g] = st.o[t][i + 2 * half];
       if (g == 0) {
         to[r * kRowFloats + kD] = st.m[i];
         to[r * kRowFloats + kD + 1] = st.l[i];
@@ -489,8 +624,8 @@ struct PlainDecode {
   }
 
   // The cursor stands at the begin of a segment of `units`, whose last keys and values were in `slot`.
-  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, int slot, const Deal& dealt) const {
-    publish(st, slot);
+  PA_DEVICE void finish_segment(const Cursor& a, int units, State& st, float v_scale, int slot, const Deal& dealt) const {
+    publish(st, v_scale, slot);
     block_sync();
     const bool begins = a.unit == 0, ends = a.unit + units == a.units;
     const int start = a.at - a.unit, start_q = kRagged ? token_again(a.b) : 0;
@@ -571,45 +706,49 @@ struct PlainDecode {
 #pragma unroll
     for (int slot = 0; slot < kStages; ++slot) issue(ahead, slot);
     if (kClusters) sm90::cluster_wait();  // peers are there to be sent to
-    int slot = 0, owed = -1;  // owed: a slot that holds a finished tile's state yet, to be filled as soon as that is merged
+    // owed: a slot that holds a finished tile's state yet, to be filled as soon as that is merged; of 8-bit caches, whose states have a place
+    // of their own, whether one is there
+    int slot = 0, owed = -1;
     while (a.left > 0) {
       State st;
       clear(st);
       const int units = min_of(a.units - a.unit, a.left);
       Cursor next = a;
       skip(next, units);
-      Query next_q = q;
-      if (next.left > 0) fetch(next_q, next);  // long before it is needed
+      Query next_q;
+      if constexpr (kWiden) {
+        prepare(q);
+      } else {
+        next_q = q;
+        if (next.left > 0) fetch(next_q, next);  // long before it is needed
+      }
 #pragma unroll 1
       for (int n = 0; n < units; ++n) {
         copy_wait<kStages - 1>();
         warp::wave_sync();
-        if constexpr (kWiden) {
-          widen(slot);
-          warp::wave_sync();
-        }
-        step(st, q, key(a.unit + n), a.len, slot);
+        if constexpr (kWiden) step8(st, q, key(a.unit + n), a.len, slot);
+        else step(st, q, key(a.unit + n), a.len, slot);
         warp::wave_sync();  // before this stage is filled again
         if (owed >= 0) {
           block_sync();
-          issue(ahead, owed);
+          if (!kWiden) issue(ahead, owed);
           owed = -1;
         }
         if (n + 1 == units) break;
         issue(ahead, slot);
         slot = slot + 1 == kStages ? 0 : slot + 1;
       }
-      finish_segment(a, units, st, slot, dealt);
+      const float v_scale = q.v_scale;
       if constexpr (kWiden) {
-        block_sync();  // before the waves widen into its place
         issue(ahead, slot);
-      } else {
-        owed = slot;
-        copy_commit();  // in the place of the copies to come
+        if (next.left > 0) fetch(q, next);  // while this one is merged: there are no registers for two
       }
+      finish_segment(a, units, st, v_scale, slot, dealt);
+      owed = slot;
+      if (!kWiden) copy_commit();  // in the place of the copies to come
       slot = slot + 1 == kStages ? 0 : slot + 1;
       a = next;
-      q = next_q;
+      if constexpr (!kWiden) q = next_q;
     }
     if constexpr (kClusters) {
       if (owed >= 0) block_sync();  // what thread 0 noted is seen

@@ -36,6 +36,14 @@ PA_DEVICE u8* shared_memory() {
 
 PA_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// A value of 32 bits, or a shared address, that is in a register from here on: neither computed later nor again.
+template <class T>
+PA_DEVICE T kept(T x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+PA_DEVICE u8* kept_shared(u8* p) { return static_cast<u8*>(__cvta_shared_to_generic(kept(shared_address(p)))); }
+
 // Starts a copy of 16 bytes to shared memory; only `bytes` of them are read, the rest become zero.
 PA_DEVICE void copy_async16(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
@@ -168,6 +176,13 @@ PA_DEVICE u32 pack2<bf16>(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
   return y;
 }
+
+// Four e4m3fn values as f16, exactly, NaN too: the lower two and the upper two (sm_89 and newer).
+PA_DEVICE void halves_of_e4m3(u32 four, u32& low, u32& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(low), "=r"(high) : "r"(four));
+}
+// Four of the eight bytes of a and b: digit i of `which`, hexadecimal, names byte i's source; 0 to 3 are a's.
+PA_DEVICE u32 pick_bytes(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
 
 // ldmatrix: four 8 x 8 matrices of 16-bit elements; lanes 8i .. 8i + 7 name the rows of matrix i. Lane 4g + c gets
 // elements (g, 2c) and (g, 2c + 1) of each; transposed: (2c, g) and (2c + 1, g).

@@ -139,9 +139,9 @@ PLAIN_ROWS, MAX_CLUSTER = 8, 16  # kRows and kMaxCluster of plain.h
 
 def plain_shared(kv_bytes: int, dim: int, waves: int, stages: int, clusters: bool = True) -> int:
     """PlainDecode::kSharedBytes of plain.h."""
-    stage = 32 * (dim * kv_bytes + (0 if dim * kv_bytes % 128 == 0 else 16))
-    tile = 32 * (dim + (0 if dim % 64 == 0 else 8)) * 2 if kv_bytes == 1 else 0
-    return waves * (stages * stage + tile) + (2 * MAX_CLUSTER * (dim + 4) * 4 + 16 + 2 * 32 if clusters else 0)
+    stage = 32 * (dim * kv_bytes + (0 if kv_bytes == 1 or dim % 64 == 0 else 16))
+    state = 32 * (dim + 4) if kv_bytes == 1 else 0
+    return waves * (stages * stage + state) + (2 * MAX_CLUSTER * (dim + 4) * 4 + 16 + 2 * 32 if clusters else 0)
 
 
 def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: bool = False) -> Shape:

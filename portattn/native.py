@@ -276,13 +276,15 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
     params.h)."""
     kv, dtype = str(call.k.dtype)[6:], str(call.q.dtype)[6:]
     absent = (call.alibi_slopes, call.sinks, call.rotary_cos)
+    if kv == dtype:  # scales as tensors are for 8-bit caches
+        absent += tuple(x for x in (call.k_scale, call.v_scale) if isinstance(x, Tensor))
     return (
         (call.q.shape[1] == 1 if call.q.dim() == 4 else True) and 0 < values["batch"] <= MAX_SEQUENCES
         and values["flags"] & ~(BEFORE | PREFIX_SUMS | UNSEEN_INF) == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
         and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= PLAIN_ROWS and values["window_left"] < 0
         and all(values[f"{x}_{axis}"] < 1 << 31 for x in "kv" for axis in ("batch", "token"))
         and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
-        and not isinstance(call.k_scale, Tensor) and not isinstance(call.v_scale, Tensor) and (kv == dtype or kv in PLAIN_CACHES)
+        and (kv == dtype or kv in PLAIN_CACHES)
     )
 
 

@@ -25,7 +25,7 @@ def serves(p):
 
 
 def test_each_kind_of_call_has_its_capability():
-    assert serves(problem()) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
+    assert serves(problem()) == serves(problem(kv_dtype="float8_e4m3fn", kv_scale=True)) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
     assert serves(problem(arch="sm_100")) == serves(problem(sinks=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
     assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
     assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == "tiles_sm90_64"

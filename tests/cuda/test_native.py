@@ -278,6 +278,16 @@ def test_calls_that_ask_for_more_are_not_plain(hopper, changed):
     assert kernels(native.Attention(hopper, plain(**changed), problem()))[0] == "decode"
 
 
+def test_scales_of_eight_bit_caches_may_be_tensors_in_plain_calls(hopper):
+    one, heads = torch.tensor(2.0), torch.ones(3, 2)
+    call = plain(k=paged().k.to(torch.float8_e4m3fn), v=paged().v.to(torch.float8_e4m3fn), k_scale=one, v_scale=heads)
+    run = native.Attention(hopper, call, problem(kv_dtype="float8_e4m3fn", kv_scale=True))
+    run(call)
+    at = seen(hopper)
+    assert kernels(run)[0] == "plain" and (at["k_scale"], at["v_scale"]) == (one.data_ptr(), heads.data_ptr())
+    assert [at[f"scale_{axis}_{x}"] for x in "kv" for axis in ("batch", "head")] == [0, 0, 2, 1]
+
+
 def test_without_clusters_the_general_kernel_serves(device):
     assert kernels(native.Attention(device, plain(), problem()))[0] == "decode"
 

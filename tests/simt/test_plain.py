@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from portattn import dialect, instances, native, reference
+from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
 from . import host
@@ -29,6 +30,7 @@ def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stag
     values |= native.dealing(call.k.shape[-2], lines * workers, lines)
     values |= dict(q=call.q.data_ptr(), k=call.k.data_ptr(), v=call.v.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
                    lengths=call.kv_lens.data_ptr(), block_table=call.block_table.data_ptr(), cu_q=call.cu_seqlens_q.data_ptr() if ragged else 0)
+    values |= {name: x.data_ptr() for name in ("k_scale", "v_scale") if isinstance(x := getattr(call, name), torch.Tensor)}
     room = native.plain_room(values, dim)
     partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
     if not clusters:
@@ -93,10 +95,11 @@ def test_group_sizes_and_heads_of_a_line(heads):
         check(*paged([90, 420], heads=heads), workers=5, lines=1, clusters=clusters)
 
 
-def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed():
+@pytest.mark.parametrize("cache", [None, "e4m3"])
+def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed(cache):
     lens, q_lens = [90, 200, 300, 64, 40, 500, 33], [1, 70, 1, 0, 1, 3, 1]
     g = torch.Generator().manual_seed(1)
-    call, args, kw = paged(lens)
+    call, args, kw = paged(lens, cache=cache)
     starts = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
     q = torch.randn(sum(q_lens), *call.q.shape[2:], generator=g).to(call.q.dtype)
     for how in (dict(workers=3), dict(workers=2, lines=1)):
@@ -135,9 +138,78 @@ def test_head_dims_whose_rows_are_not_whole_lines_or_not_a_power_of_two(dim):
         check(*paged([40, 170], dim=dim, heads=(4, 2)), workers=3, clusters=clusters)
 
 
+@pytest.mark.parametrize("dim, dtype", [(64, torch.bfloat16), (80, torch.float16), (96, torch.bfloat16), (128, torch.float16), (192, torch.bfloat16),
+                                        (256, torch.bfloat16)], ids=str)
+def test_eight_bit_caches(dim, dtype):
+    for clusters in (True, False):
+        check(*paged([70, 33, 200], dim=dim, dtype=dtype, heads=(6, 2), cache="e4m3", k_scale=0.7, v_scale=1.3), workers=4, waves=2, clusters=clusters)
+
+
+@pytest.mark.parametrize("order", [host.REVERSE, host.RANDOM])
 @pytest.mark.parametrize("clusters", [True, False])
-def test_eight_bit_caches(clusters):
-    check(*paged([70, 33], cache="e4m3", k_scale=0.7, v_scale=1.3), workers=4, clusters=clusters)
+def test_bits_of_eight_bit_caches_do_not_depend_on_the_order_of_lanes_and_blocks(order, clusters):
+    call, args, kw = paged([200, 70, 33, 900], dim=128, cache="e4m3")
+    first = check(call, args, kw, workers=5, clusters=clusters)
+    again = decode(call, workers=5, clusters=clusters, order=order, seed=1)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("k_scale, v_scale", [
+    (torch.tensor(0.5), torch.tensor(3.0)), (torch.tensor([0.5, 1.7]), 2.0), (torch.tensor([[0.5, 1.7], [2.0, 0.1]]), torch.tensor([[1.1, 0.4], [2.0, 1.0]])),
+], ids=["one", "heads", "sequences"])
+def test_scales_of_eight_bit_caches_may_be_tensors(k_scale, v_scale):
+    for clusters in (True, False):
+        check(*paged([700, 150], cache="e4m3", k_scale=k_scale, v_scale=v_scale), workers=3, lines=1, clusters=clusters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_value_of_an_eight_bit_cache_is_read_exactly(dim, dtype):
+    """With one key, out is its value: all 256 codes over the kv heads, NaN too. Then as keys: only a head with a NaN is NaN, the others' lse tells."""
+    heads = 256 // dim
+    codes = torch.arange(256, dtype=torch.uint8)[torch.randperm(256, generator=torch.Generator().manual_seed(1))]
+    row = lambda x: x.view(1, 1, heads, dim).view(torch.float8_e4m3fn).expand(1, 16, heads, dim).contiguous()
+    call = Call(torch.zeros(1, 1, heads, dim, dtype=dtype), row(torch.zeros(256, dtype=torch.uint8)), row(codes), 1.0, max_seqlen_q=1, max_seqlen_k=16,
+                block_table=torch.zeros(1, 1, dtype=torch.int32), kv_lens=torch.ones(1, dtype=torch.int32))
+    out, _ = decode(call, workers=1)
+    values = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(out.flatten().float().nan_to_num(nan=7e7), values.nan_to_num(nan=7e7))
+    for column in range(dim):
+        q = torch.zeros(1, 1, heads, dim, dtype=dtype)
+        q[..., column] = 1.0
+        lse = decode(call._replace(q=q, k=row(torch.where(codes & 127 == 127, 0, codes))), workers=1)[1].flatten()
+        want = torch.where(codes & 127 == 127, 0.0, values).view(heads, dim)[:, column]
+        assert torch.allclose(lse, want, rtol=1e-6, atol=4e-6), column
+    out, lse = decode(call._replace(k=row(codes), v=row(torch.zeros(256, dtype=torch.uint8))), workers=1)
+    nan = values.isnan().view(heads, dim).any(1)
+    assert torch.equal(lse.flatten().isnan(), nan) and torch.equal(out[0, 0].isnan().all(1), nan) and torch.equal(out[0, 0].isnan().any(1), nan)
+
+
+def test_queries_of_any_size_over_an_eight_bit_cache():
+    """Rows of q from 2^-90 to 2^90 at once: scores of some are all alike, of others one key's is all that counts; and elements 2^20 apart in one row."""
+    call, args, kw = paged([300, 77], heads=(8, 1), cache="e4m3", dim=128)
+    q = call.q.float() * 2.0 ** torch.tensor([-90, -40, -10, 0, 3, 10, 40, 90]).view(1, 1, 8, 1)
+    q[..., ::3] *= 2.0**-20
+    q = q.to(call.q.dtype)
+    check(call._replace(q=q), (q, *args[1:]), kw, workers=3)
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_in_an_eight_bit_cache_reaches_its_rows_alone(which, clusters):
+    call, _, _ = paged([400, 40], cache="e4m3")
+    (call.k if which == "k" else call.v)[call.block_table[0, 1], 3] = float("nan")
+    out, lse = decode(call, workers=6, clusters=clusters)
+    assert out[0].isnan().all() and not out[1].isnan().any() and not lse[1].isnan().any()
+
+
+def test_scores_over_an_eight_bit_cache_that_rise_key_by_key_raise_the_base_again_and_again():
+    call, args, kw = paged([900, 333], heads=(4, 2), cache="e4m3")
+    for b, n in enumerate([900, 333]):
+        direction = 10 * args[0][b, 0, ::2].float()
+        for j in range(n):
+            args[1][args[3][b, j // 16], j % 16] = (direction * (j / n)).to(args[1].dtype)
+    check(call._replace(k=args[1]), args, kw, workers=2)
 
 
 @pytest.mark.parametrize("clusters", [True, False])
@@ -156,7 +228,8 @@ def test_nan_inside_the_length_travels_between_parts_and_reaches_its_rows_alone(
 
 
 def test_shared_bytes_and_params_are_those_of_python():
-    for t, c, dim, waves, stages in (("bf16", "bf16", 64, 4, 3), ("bf16", "bf16", 128, 4, 2), ("f16", "e4m3fn", 64, 4, 3), ("bf16", "bf16", 80, 4, 3)):
+    for t, c, dim, waves, stages in (("bf16", "bf16", 64, 4, 3), ("bf16", "bf16", 128, 4, 2), ("f16", "e4m3fn", 64, 4, 3), ("bf16", "bf16", 80, 4, 3),
+                                     ("bf16", "e4m3fn", 80, 4, 3)):
         for clusters in (True, False):
             library = host.build("plain", t=t, c=c, d=dim, waves=waves, stages=stages, ragged=0, clusters=int(clusters))
             assert library.portattn_simt_shared_bytes() == instances.plain_shared(1 if c == "e4m3fn" else 2, dim, waves, stages, clusters)

@@ -14,7 +14,7 @@ from . import host
 CASES = ("test_ragged_lengths_at_any_number_of_workers[14-32-4]", "test_options[offset-page]", "test_eight_bit_caches[e5m2-32-4]",
          "test_batch_invariant_rows_are_the_same_bits_alone_and_in_a_batch[6-2]")
 PLAIN = ("test_ragged_lengths_at_any_number_of_workers[7-True]", "test_ragged_lengths_at_any_number_of_workers[7-False]",
-         "test_of_a_ragged_batch_only_sequences_of_one_token_are_computed")
+         *(f"test_of_a_ragged_batch_only_sequences_of_one_token_are_computed[{cache}]" for cache in (None, "e4m3")))
 AMD = ("test_pages_left_of_every_window_may_hold_anything[offset-page-gfx9]",)
 
 

@@ -41,6 +41,9 @@ inline i64 read_whole_index(const void* p, i64 i, bool wide) { return read_index
 template <class P>
 inline const P& anew(const P& params) { return params; }
 inline int anew(int x) { return x; }
+template <class T>
+inline T kept(T x) { return x; }
+inline u8* kept_shared(u8* p) { return p; }
 inline void publish_to_blocks() {}
 
 inline void copy_async16(void* shared, const void* global, int bytes) {
@@ -133,6 +136,24 @@ inline f16 from_float<f16>(float x) {
 }
 template <class T>
 inline u32 pack2(float lo, float hi) { return from_float<T>(lo).bits | static_cast<u32>(from_float<T>(hi).bits) << 16; }
+
+// OCP's E4M3: exponents are seven more than they say, 0x7f is NaN.
+inline float of_e4m3(u32 byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float magnitude = (byte & 0x7f) == 0x7f ? NAN : exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(static_cast<float>(mantissa), -9);
+  return byte & 0x80 ? -magnitude : magnitude;
+}
+inline void halves_of_e4m3(u32 four, u32& low, u32& high) {
+  low = pack2<f16>(of_e4m3(four & 255), of_e4m3(four >> 8 & 255));
+  high = pack2<f16>(of_e4m3(four >> 16 & 255), of_e4m3(four >> 24));
+}
+// PTX ISA, prmt: of the eight bytes of {b, a}.
+inline u32 pick_bytes(u32 a, u32 b, u32 which) {
+  const u64 both = static_cast<u64>(b) << 32 | a;
+  u32 to = 0;
+  for (int i = 0; i < 4; ++i) to |= static_cast<u32>(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return to;
+}
 
 #if SIMT_WAVE == 32
 // PTX ISA, ldmatrix .m8n8 .x4: lane 8i + r names row r of matrix i; lane l receives from matrix i row l / 4, elements
