@@ -154,14 +154,14 @@ def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: boo
     return _plain(dtype, kv_dtype, dim, waves, stages, 1, ragged, clusters=True)
 
 
-def free_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, many: bool) -> Shape:
+def free_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, many: bool, ragged: bool = False) -> Shape:
     """The same for blocks that are no clusters: large ones, and for many sequences two or three on a multiprocessor, so that one reads while
     another ends a sequence."""
     kv_bytes = 2 if kv_dtype == dtype else 1
     choices = ((4, 3, 2), (2, 3, 3), (2, 3, 2)) if many else ((8, 3, 1), (8, 2, 1), (4, 3, 1))
     fits = lambda waves, stages, blocks: plain_shared(kv_bytes, dim, waves, stages, False) <= min(limits.shared_block, limits.shared_sm // blocks - 1024)
     waves, stages, blocks = next(c for c in choices if fits(*c))
-    return _plain(dtype, kv_dtype, dim, waves, stages, blocks, ragged=False, clusters=False)
+    return _plain(dtype, kv_dtype, dim, waves, stages, blocks, ragged, clusters=False)
 
 
 def _plain(dtype: str, kv_dtype: str, dim: int, waves: int, stages: int, blocks: int, ragged: bool, clusters: bool) -> Shape:
@@ -295,7 +295,7 @@ def every_instance(limits: Limits) -> list[Instance]:
                 found += [choose(dtype, kv, dim, limits).instance for choose in (decode_shape, staged_prefill_shape if limits.staged else mixed_shape)]
                 if limits.clusters and kv in (dtype, *PLAIN_CACHES):
                     found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
-                    found += [free_shape(dtype, kv, dim, limits, many).instance for many in (False, True)]
+                    found += [free_shape(dtype, kv, dim, limits, many, ragged).instance for many in (False, True) for ragged in (False, True)]
         if limits.wgmma:
             found += [prefill_sm90_shape(dtype, dim).instance for dim in HEAD_DIMS]
     for dtype in ("float32", "float16", "bfloat16"):

@@ -294,18 +294,24 @@ def pays_clusters(values: dict[str, Any], limits: Limits) -> bool:
     return 4 * values["batch"] * values["heads_kv"] < 3 * limits.sms
 
 
-def free_shape_of(problem: Problem, values: dict[str, Any], dim: int, limits: Limits) -> Shape:
-    return free_shape(problem.dtype, problem.kv_dtype, dim, limits, 2 * values["batch"] * values["heads_kv"] >= 3 * limits.sms)
+def free_shape_of(call: Call, problem: Problem, values: dict[str, Any], dim: int, limits: Limits) -> Shape:
+    many = 2 * values["batch"] * values["heads_kv"] >= 3 * limits.sms
+    return free_shape(problem.dtype, problem.kv_dtype, dim, limits, many, call.q.dim() == 3)
+
+
+def one_each(call: Call) -> bool:
+    """Whether no sequence has more than one token."""
+    return call.q.dim() == 4 or call.max_seqlen_q == 1
 
 
 def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    if call.q.dim() == 4 and limits.clusters and is_plain(call, values := attention_values(call, out), dim):
+    if one_each(call) and limits.clusters and is_plain(call, values := attention_values(call, out), dim):
         if pays_clusters(values, limits):
-            return plain_shape(problem.dtype, problem.kv_dtype, dim, limits)
-        return free_shape_of(problem, values, dim, limits)
+            return plain_shape(problem.dtype, problem.kv_dtype, dim, limits, call.q.dim() == 3)
+        return free_shape_of(call, problem, values, dim, limits)
     return attention_shape(call, problem, dim, limits)
 
 
@@ -603,7 +609,7 @@ class Attention(_Bound):
             return
         self.room: Room | None = None  # plain.h's clusters need none
         plain = plain and device.limits.clusters and is_plain(call, self.values, dim)
-        if plain and call.q.dim() == 4:
+        if plain and one_each(call):
             if pays_clusters(self.values, device.limits):
                 self.launch = self._plain_launcher(call, dim, device.limits.sms)
             self.launch = self.launch or self._free_launcher(call, dim, device.limits)
@@ -651,7 +657,7 @@ class Attention(_Bound):
 
     def _free_launcher(self, call: Call, dim: int, limits: Limits) -> Launcher:
         """plain.h on all multiprocessors, without clusters."""
-        shape = free_shape_of(self.problem, self.values, dim, limits)
+        shape = free_shape_of(call, self.problem, self.values, dim, limits)
         heads = self.values["heads_kv"]
         units = self.values["batch"] * heads * units_of(call, shape)
         values = self.values | dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), tiles=self.values["batch"])

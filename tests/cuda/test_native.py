@@ -367,12 +367,15 @@ def test_from_some_sequences_on_blocks_are_no_clusters_and_from_many_on_several_
     bf = lambda *s: torch.zeros(*s, dtype=torch.bfloat16)
     batch = lambda n: plain(q=bf(n, 1, 8, 64), out=bf(n, 1, 8, 64), block_table=torch.zeros(n, 4, dtype=torch.int32), kv_lens=torch.zeros(n, dtype=torch.int32))
     for n, clusters, blocks in ((23, "1", "1"), (24, "0", "1"), (47, "0", "1"), (48, "0", "2")):
-        run = native.Attention(hopper, batch(n), problem())
-        run(batch(n))
-        instance = native.kernel_of(batch(n), problem(), hopper.limits).instance
-        assert run.launch.function.what.startswith(f"{instance} ")
-        assert (option(run, "clusters"), option(run, "blocks")) == (clusters, blocks)
-        assert bool(seen(hopper)["counters"]) == (clusters == "0"), "free blocks meet in the workspace"
+        turned = batch(n)._replace(q=batch(n).q[:, 0], out=batch(n).out[:, 0], cu_seqlens_q=torch.arange(n + 1, dtype=torch.int32))  # of one token each
+        for call, ragged in ((batch(n), "0"), (turned, "1")):
+            run = native.Attention(hopper, call, problem())
+            run(call)
+            instance = native.kernel_of(call, problem(), hopper.limits).instance
+            assert run.launch.function.what.startswith(f"{instance} ")
+            assert (option(run, "clusters"), option(run, "blocks"), option(run, "ragged")) == (clusters, blocks, ragged)
+            assert bool(seen(hopper)["counters"]) == (clusters == "0"), "free blocks meet in the workspace"
+            assert seen(hopper)["cu_q"] == (turned.cu_seqlens_q.data_ptr() if ragged == "1" else 0)
 
 
 @pytest.mark.parametrize("parts, tiles, expected", [(33, 64, 32), (33, 33, 33), (33, 32, 32), (33, 16, 32), (33, 8, 32), (33, 1, 33), (33, 20, 33), (33, 2048, 33),

@@ -102,7 +102,7 @@ def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed(cache):
     call, args, kw = paged(lens, cache=cache)
     starts = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
     q = torch.randn(sum(q_lens), *call.q.shape[2:], generator=g).to(call.q.dtype)
-    for how in (dict(workers=3), dict(workers=2, lines=1)):
+    for how in (dict(workers=3), dict(workers=2, lines=1), dict(workers=3, clusters=False)):
         out, lse = decode(call._replace(q=q, cu_seqlens_q=starts, out=None, max_seqlen_q=max(q_lens)), **how)
         ragged = dict(kw, cu_seqlens_q=starts, max_seqlen_q=max(q_lens))
         want, want_lse = reference.attention_paged(q, *args[1:], **ragged)
@@ -253,7 +253,10 @@ def test_lengths_past_the_table_count_as_what_it_has_room_for():
 
 
 @pytest.mark.parametrize("clusters", [True, False])
-def test_parts_of_many_ragged_sequences(clusters):
+@pytest.mark.parametrize("padded", [False, True])
+def test_parts_of_many_ragged_sequences(padded, clusters):
+    """As engines pass a step's queries too: by their prefix sums, some sequences being a graph's padding, which have none."""
     r = random.Random(5)
     lens = [round(16 * 25 ** r.random()) for _ in range(140)]
-    check(*paged(lens, heads=(2, 2)), workers=7, clusters=clusters, order=host.RANDOM, seed=2)
+    q_lens = [1 if b % 7 or b == 0 else 0 for b in range(140)] if padded else None
+    check(*paged(lens, heads=(2, 2), q_lens=q_lens), workers=7, clusters=clusters, order=host.RANDOM, seed=2)
