@@ -644,8 +644,9 @@ class Attention(_Bound):
             values = values | {"flags": values["flags"] | mapped}
         return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, self.device.limits.overlap, maps)
 
-    def _plain_launcher(self, call: Call, dim: int, blocks: int) -> Launcher | None:
-        """plain.h in clusters of at most so many blocks; None where the device does not run its clusters all at once."""
+    def _plain_launcher(self, call: Call, dim: int, blocks: int, flags: int = 0) -> Launcher | None:
+        """plain.h in clusters of at most so many blocks; None where the device does not run its clusters all at once. `flags`: TILED where the tiles'
+        launch is next."""
         ragged = call.q.dim() == 3  # how many sequences are of one token is the device's to know
         shape = plain_shape(self.problem.dtype, self.problem.kv_dtype, dim, self.device.limits, ragged)
         function, heads = self.device.function(shape.instance, shape.shared), self.values["heads_kv"]
@@ -653,7 +654,8 @@ class Attention(_Bound):
         c = clusters_of(heads, units, blocks, functools.partial(function.clusters, shape.threads))
         if c is None:
             return None
-        return self._launcher(call, shape, self.values | dealing(heads, c.lines * c.size, c.lines), (c.lines, c.size), c.size)
+        values = self.values | dealing(heads, c.lines * c.size, c.lines) | {"flags": self.values["flags"] | flags}
+        return self._launcher(call, shape, values, (c.lines, c.size), c.size)
 
     def _free_launcher(self, call: Call, dim: int, limits: Limits) -> Launcher:
         """plain.h on all multiprocessors, without clusters."""
@@ -678,7 +680,7 @@ class Attention(_Bound):
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.
         if plain:
-            self.before = self._plain_launcher(call, dim, limits.sms // 2)
+            self.before = self._plain_launcher(call, dim, limits.sms // 2, TILED)
         if self.before is not None:
             self.plain = True
             self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | TILED}, grid)

@@ -375,6 +375,7 @@ def test_from_some_sequences_on_blocks_are_no_clusters_and_from_many_on_several_
             assert run.launch.function.what.startswith(f"{instance} ")
             assert (option(run, "clusters"), option(run, "blocks"), option(run, "ragged")) == (clusters, blocks, ragged)
             assert bool(seen(hopper)["counters"]) == (clusters == "0"), "free blocks meet in the workspace"
+            assert not seen(hopper)["flags"] & native.TILED, "what comes next is not this call's"
             assert seen(hopper)["cu_q"] == (turned.cu_seqlens_q.data_ptr() if ragged == "1" else 0)
 
 
@@ -432,7 +433,7 @@ def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):
     first, second = launches(hopper)[-2:]
     assert first.startswith("launch grid 2 16 1 ") and first.endswith("cluster 1 16 1 overlapping 1") and second.endswith("overlapping 1")
     assert "plain" in run.before.function.what and "ragged1" in run.before.function.what and "prefill_sm90" in run.launch.function.what
-    assert seen(hopper)["flags"] & native.TILED and seen(hopper)["cu_q"]
+    assert seen(hopper)["flags"] & run.before.values["flags"] & native.TILED and seen(hopper)["cu_q"]
 
 
 @pytest.mark.parametrize("tokens, batch, tiles", [(70, 3, True), (8, 3, False), (8, 70, True), (4, 70, False), (1, 70, False)])

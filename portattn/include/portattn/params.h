@@ -20,7 +20,8 @@ enum Flags : u32 {
   kRotaryFloat = 1 << 10,     // cos and sin are float32
   kSinksFloat = 1 << 11,
   kPaged = 1 << 12,
-  kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's; prefill_sm90.h: those of one token are
+  kTiled = 1 << 13,           // decode kernel: sequences of more than kDecodeRows rows are another launch's, the next, as what plain.h leaves is;
+                              // prefill_sm90.h: those of one token are the launch's before
   kMapped = 1 << 14,          // prefill_sm90.h: there are tensor maps of k and v
   kBefore = 1 << 15,          // lengths count the keys before an append of as many tokens as q has
   kPrefixSums = 1 << 16,      // lengths are prefix sums, one more than there are sequences
