@@ -20,6 +20,7 @@ from . import arith, holes
 
 INF = float("inf")
 FEW_ROWS = 64  # query tokens x group; so few do not pay for a copy of K and V
+MOST_KEYS = 1 << 15  # a tile: torch adds up a row of probabilities in float32, one after the other in each lane of a vector
 
 
 class Rules(NamedTuple):
@@ -64,6 +65,7 @@ class Cut(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def cut(batch: int, sq: int, keys: int, group: int, heads: int, dims: int, limit: Limits) -> Cut:
     """The tiles for `keys` visible at once to `limit.rows` rows; `dims` is D + Dv."""
+    keys = even(keys, MOST_KEYS)
     rows = max(1, min(sq, limit.rows, limit.scores // (group * keys)))
     keys = max(1, min(keys, limit.scores // (group * rows)))
     units = max(1, min(batch * heads, limit.scores // (group * rows * keys), limit.copies // (keys * dims * 4)))
