@@ -7,6 +7,7 @@
 #include <pthread.h>
 #if defined(__linux__)
 #include <dlfcn.h>
+#include <sched.h>
 #include <time.h>
 #endif
 
@@ -73,6 +74,29 @@ class Team {
 };
 #endif
 
+// Where a thread runs. Threads that it wakes are often put there too, though it goes on: they would wait for it, or it for them.
+#if defined(__linux__)
+struct Place {
+  pthread_t thread;
+  int processor;
+
+  static Place mine() { return {pthread_self(), sched_getcpu()}; }
+
+  // Moves the thread that calls, if it runs there too, to the other processors that `thread` may use, and keeps it on them.
+  void leave() const {
+    cpu_set_t others;
+    if (processor < 0 || processor >= CPU_SETSIZE || sched_getcpu() != processor || pthread_getaffinity_np(thread, sizeof(others), &others)) return;
+    CPU_CLR(processor, &others);
+    if (CPU_COUNT(&others)) pthread_setaffinity_np(pthread_self(), sizeof(others), &others);
+  }
+};
+#else
+struct Place {
+  static Place mine() { return {}; }
+  void leave() const {}
+};
+#endif
+
 class Pool {
  public:
   // Runs work() on the caller and on other threads; returns when all of them are done. `worth`: how many threads the work is worth, of `threads`.
@@ -92,6 +116,7 @@ class Pool {
       }
       call_ = [](void* w) { (*static_cast<Work*>(w))(); };
       work_ = &work;
+      caller_ = Place::mine();
       open_ = helpers;
     }
     wake_.notify_all();
@@ -120,7 +145,9 @@ class Pool {
       open_--, active_++;
       auto call = call_;
       void* work = work_;
+      const Place caller = caller_;
       lock.unlock();
+      caller.leave();
       call(work);
       lock.lock();
       if (--active_ == 0) done_.notify_one();
@@ -133,6 +160,7 @@ class Pool {
   int threads_ = 0, open_ = 0, active_ = 0;
   void (*call_)(void*) = nullptr;
   void* work_ = nullptr;
+  Place caller_{};
   static Pool* pool_;  // never freed: its threads sleep until the process ends
 };
 

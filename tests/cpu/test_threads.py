@@ -67,6 +67,33 @@ def test_threads_sleep_between_calls(isa, two_threads):
     assert time.process_time() - before < 0.1, "processor time is spent while no call runs"
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor, or no way to choose one")
+def test_a_woken_thread_leaves_the_callers_processor():
+    """In a forked child, whose threads are the kernels' own. Each call first puts its helper where the caller runs."""
+    script = """
+        import ctypes, os, sys, torch, portattn
+        torch.set_num_threads(2)
+        qkv = [torch.randn(1, n, 8, 64) for n in (70, 3000, 3000)]
+        tasks, libc = lambda: {int(x) for x in os.listdir("/proc/self/task")}, ctypes.CDLL(None)
+        run = lambda: portattn.attention(*qkv, backend="cpu")
+        run()
+        if os.fork() == 0:
+            before, allowed = tasks(), os.sched_getaffinity(0)
+            for _ in range(500):
+                run()
+                for helper in tasks() - before:
+                    here = libc.sched_getcpu()
+                    os.sched_setaffinity(helper, {here})
+                    run()
+                    if os.sched_getaffinity(helper) == allowed - {here}:
+                        os._exit(0)
+            os._exit(1)
+        sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "GOMP_parallel"), reason="torch has no OpenMP threads here")
 def test_the_threads_of_torch_are_used_and_no_others_beside_them(isa):
     code = textwrap.dedent("""
