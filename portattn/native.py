@@ -279,7 +279,7 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
     if kv == dtype:  # scales as tensors are for 8-bit caches
         absent += tuple(x for x in (call.k_scale, call.v_scale) if isinstance(x, Tensor))
     return (
-        (call.q.shape[1] == 1 if call.q.dim() == 4 else True) and 0 < values["batch"] <= MAX_SEQUENCES
+        (call.q.dim() == 3 or one_each(call)) and 0 < values["batch"] <= MAX_SEQUENCES
         and values["flags"] & ~(BEFORE | PREFIX_SUMS | UNSEEN_INF) == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
         and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= PLAIN_ROWS and values["window_left"] < 0
         and all(values[f"{x}_{axis}"] < 1 << 31 for x in "kv" for axis in ("batch", "token"))
@@ -301,7 +301,7 @@ def free_shape_of(call: Call, problem: Problem, values: dict[str, Any], dim: int
 
 def one_each(call: Call) -> bool:
     """Whether no sequence has more than one token."""
-    return call.q.dim() == 4 or call.max_seqlen_q == 1
+    return (call.q.shape[1] if call.q.dim() == 4 else call.max_seqlen_q) == 1
 
 
 def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
@@ -673,6 +673,7 @@ class Attention(_Bound):
         values = self.values | sharing(call, shape, limits)
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
+        # Alone: what has parts for few rows too, what has none of few rows, and Hopper's tiles, which take those of few rows if they are told.
         if shape.unit or call.q.dim() == 4 or (shape.keys and look_equal(call)):
             alone = ALL_TILES if shape.keys else 0
             self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | alone}, grid)

@@ -21,7 +21,8 @@ namespace {
 constexpr int64_t kInvariantSplit = 2048;   // keys of a split with batch_invariant: whatever else runs
 constexpr int64_t kLeastSplit = 512;        // fewer keys, times heads, are not worth a merge
 constexpr int64_t kLeastKeys = 128;         // of a split
-constexpr int64_t kPieces = 2;              // of all keys, for each thread, up to twice as many: more make threads end together, fewer are merged sooner
+constexpr int64_t kPieces = 2;              // of all keys, for each thread, or up to kMostPieces: more make threads end together, fewer are merged sooner
+constexpr int64_t kMostPieces = 4;
 constexpr int64_t kSplitWork = 128;         // keys times heads that take as long as a split's begin and its merge
 constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;  // few_rows; 64 and 32 measured on a Zen 5
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
@@ -110,13 +111,13 @@ Cut cut(const Plan& p, const Tile& t, int64_t work) {
 // Work of a split: where tiles are few, what makes the last thread end soonest.
 int64_t work_of_splits(const Plan& p, int64_t keys) {
   if (p.threads == 1) return INT64_MAX / 2;
-  const bool few = int64_t(p.tiles.size()) < 4 * p.threads;
+  auto share = [&](int64_t pieces) { return std::max(kLeastSplit, (keys + pieces * p.threads - 1) / (pieces * p.threads)); };
+  if (int64_t(p.tiles.size()) >= 4 * p.threads) return share(kPieces);
   int64_t best = 0, least = INT64_MAX;
-  for (int64_t pieces = kPieces * p.threads; pieces <= (few ? 2 : 1) * kPieces * p.threads; pieces += p.threads) {
-    const int64_t work = std::max(kLeastSplit, (keys + pieces - 1) / pieces);
+  for (int64_t pieces = kPieces; pieces <= kMostPieces; pieces++) {
+    const int64_t work = share(pieces);
     int64_t units = 0, largest = 0, all = 0;
-    for (size_t i = 0; few && i < p.tiles.size(); i++) {
-      const Tile& t = p.tiles[i];
+    for (const Tile& t : p.tiles) {
       const Cut c = cut(p, t, work);
       units += c.splits;
       largest = std::max(largest, c.step * t.heads + kSplitWork);

@@ -345,14 +345,12 @@ class Attention:
     def _descriptors(self, call: Call, shape: Shape) -> bool:
         """Whether tiles of keys go through tensor descriptors: nested strides, unpadded head dims, and enough work to hide the
         cost of Triton's own launcher, which encodes them."""
-        k, v = call.k, call.v
-        if not shape.wgmma or not shape.aligned or shape.ieee or self.layout == "paged" or not k.dtype == v.dtype == call.q.dtype:
+        if not shape.wgmma or self.layout == "paged" or not self._mappable(call, shape):
             return False
         exact = all(64 <= d <= 256 and d == schedule.pow2(d) for d in (self.d, self.dv))
-        plain = all(_nested(t) for t in (k, v))
         batch = 1 if self.invariant else self.batch  # which kernel computes a row must not depend on the rest of the batch
         enough = self.forced is not None or batch * self.max_q * self.heads_q >= 32768
-        return exact and plain and k.numel() > 0 and enough
+        return exact and enough
 
     def _hopper(self, call: Call, shape: Shape) -> bool:
         """Whether hopper.py computes this: by its features, by tensor maps for Q too, and once it has given a known answer."""
@@ -388,11 +386,18 @@ class Attention:
 
     def _page_descriptors(self, call: Call, shape: Shape, tile: Config) -> bool:
         """The same over pages: of latent heads, whose values are their keys' first columns, in blocks that wgmma takes."""
-        k = call.k
+        if self.machine.arch != "sm_90" or self.layout != "paged" or not self._mappable(call, shape):
+            return False
+        latent = shape.v_in_k and max(self.d, self.dv) > 256
         exact = sum(schedule.head_blocks(self.d)) == self.d and self.dv == schedule.pow2(self.dv, 16)
-        latent = shape.v_in_k and max(self.d, self.dv) > 256 and k.dtype == call.q.dtype and not shape.ieee
         whole = self.page_size % tile.bn == 0 and schedule.loops_for(shape, tile.bm) == "two"
-        return self.machine.arch == "sm_90" and self.layout == "paged" and latent and exact and whole and shape.aligned and _nested(k) and k.numel() > 0
+        return latent and exact and whole
+
+    @staticmethod
+    def _mappable(call: Call, shape: Shape) -> bool:
+        """Whether K and V are what tensor descriptors describe, and what matrix units take as it is loaded."""
+        k, v = call.k, call.v
+        return shape.aligned and not shape.ieee and k.dtype == v.dtype == call.q.dtype and _nested(k) and _nested(v) and k.numel() > 0
 
     def _maps(self, call: Call, shape: Shape, tile: Config) -> list[Map]:
         """Tensor maps of K and V for kernels.attend."""

@@ -481,10 +481,12 @@ def finish(acc, den, top, out, lse, sinks, v_factor, o_s, o_h, row0, kvh, len_q,
 
 
 @triton.jit
-def worth_merging(tiles, merging):
-    """The least tiles of a part: where c tiles are a part's, the parts take c and their merge by one program tiles / c * merging / 64, which
-    together is least where c is the root of tiles * merging / 64."""
-    return tl.sqrt(tiles.to(tl.float32) * merging.to(tl.float32) * 0.015625).to(tl.int32)
+def tiles_a_part(tiles, total, budget, slots, merging):
+    """Of so many tiles, where all pairs have `total`: as many parts as there are places, but no more than merging them is worth. Where c tiles
+    are a part's, the parts take c and their merge by one program tiles / c * merging / 64, which together is least where c is the root of
+    tiles * merging / 64."""
+    even = tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32))
+    return tl.maximum(even, tl.sqrt(tiles.to(tl.float32) * merging.to(tl.float32) * 0.015625).to(tl.int32))
 
 
 @triton.jit
@@ -549,8 +551,7 @@ def program(
             elif fixed_splits > 0:
                 chunk = (tiles + fixed_splits - 1) // fixed_splits
             else:
-                total = tl.sum(pair_counts * tiles)
-                chunk = tl.maximum(tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32)), worth_merging(tiles, merging))
+                chunk = tiles_a_part(tiles, tl.sum(pair_counts * tiles), budget, slots, merging)
             chunk = tl.maximum(chunk, 1)
             counts = tl.maximum((tiles + chunk - 1) // chunk, 1)
             items = pair_counts * counts
@@ -579,8 +580,7 @@ def program(
                 elif fixed_splits > 0:
                     chunk = tl.cdiv(tiles, fixed_splits)
                 else:
-                    total = batch * pairs * tiles
-                    chunk = tl.maximum(tl.maximum(tl.cdiv(total, budget), tl.minimum(tl.cdiv(total, slots), 32)), worth_merging(tiles, merging))
+                    chunk = tiles_a_part(tiles, batch * pairs * tiles, budget, slots, merging)
                 splits = tl.maximum(tl.cdiv(tiles, tl.maximum(chunk, 1)), 1)
             pairs = tl.maximum(pairs, 1)
             b = pid // (pairs * splits)

@@ -258,7 +258,7 @@ def merge_parts(merge_rows: int, bdv: int) -> int:
 
 
 def merging(rows: int, merge_rows: int, d: int, dv: int, split: Config) -> int:
-    """How long a program merges one part of so many rows, in 64ths of the time in which it walks one tile of keys (worth_merging). On an H200 a
+    """How long a program merges one part of so many rows, in 64ths of the time in which it walks one tile of keys (kernels.tiles_a_part). On an H200 a
     step of merging takes 1.2 us, a tile of 32 keys of 128 0.5 us, one of more bytes as much more."""
     tile = 0.5 * max(1.0, split.bn * (d + dv) / 8192)
     return max(1, round(64 * 1.2 * -(-rows // merge_rows) / merge_parts(merge_rows, pow2(dv, 16)) / tile))
