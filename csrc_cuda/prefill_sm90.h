@@ -7,7 +7,8 @@
 //            some stages. The others compute 64 rows each.
 // Overlap    A computing warpgroup starts q.k of the next block and p.v of this one together and does the softmax of the
 //            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
-//            products. The copying warpgroup runs ahead, over the end of a tile too.
+//            products. Beside a tile's last p.v, and while its rows are written, runs q.k of the next tile's first block,
+//            where there is room for q of two. The copying warpgroup runs ahead, over the end of a tile too.
 // Memory     q, two or three stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
 // Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
@@ -17,7 +18,8 @@
 // Copies     Blocks whose keys are all the sequence's come in boxes by the copy engine (TMA), as many rows at a time as lie in
 //            one page. A sequence's last block, of which no byte past the length may count, the block at the left edge of a
 //            tile's windows, before which pages may hold anything, and keys that no tensor map describes come in
-//            asynchronous copies of 16 bytes, or elements.
+//            asynchronous copies of 16 bytes, or elements. q comes in boxes of 16 packed rows where a map describes it, and rows
+//            go to out that way, through the place where their q was, if all 16 are the sequence's.
 // Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 
@@ -29,11 +31,11 @@
 
 namespace portattn {
 
-// The kernel's second argument: k and v for the copy engine, by (column, row, head, page or batch), in boxes of a panel's columns and
-// as many rows of a block of keys as lie in one page.
-struct KvMaps {
-  sm90::TensorMap k, v;
-  i32 rows, boxes;  // of a box; of a block
+// The kernel's second argument, for the copy engine: k and v by (column, head, row, page or batch), in boxes of a panel's columns
+// and as many rows of a block of keys as lie in one page; q and out likewise, in boxes of 16 packed rows.
+struct TileMaps {
+  sm90::TensorMap k, v, q, out;
+  i32 rows, boxes;  // of a box of keys; of a block
 };
 
 // kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
@@ -45,6 +47,7 @@ struct PrefillSm90 {
   static constexpr int kPieces = kD / 8;         // 16-byte chunks of a row
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
+  static constexpr int kBoxRows = 16;  // of q and out
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
   static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = 226 << 10;
   // q of the next tile is copied early where there is room for it, and keys, which are wanted before values, a block earlier.
@@ -61,13 +64,15 @@ struct PrefillSm90 {
     int first, last;  // key blocks [first, last)
     int boxed_first, boxed;  // key blocks [boxed_first, boxed) come in boxes
     int lo;                  // no row sees a key before this one: pages there may hold anything
+    int lo_at, hi_at;        // a token sees keys from token + lo_at on, up to token + hi_at or the length
+    Score scoring;
     Sequence s;
   };
   enum {
     kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kKStages, kFullV = kEmptyK + kKStages, kEmptyV = kFullV + kVStages,
     kBarriers = kEmptyV + kVStages
   };
-  enum { kCopiers = 1, kTurns };  // named barriers
+  enum { kCopiers = 1, kTurns, kWriters = kTurns + kConsumers };  // named barriers
 
   struct Control {
     sm90::Barrier barriers[kBarriers];
@@ -80,16 +85,23 @@ struct PrefillSm90 {
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
-  const KvMaps& maps;
+  const TileMaps& maps;
   u8* q_tile;
   u8* k_tile;
   u8* v_tile;
   Control& control;
+  const int group_shift;  // log2 of p.group where that is a power of two, else -1
 
-  PA_DEVICE PrefillSm90(const AttentionParams& params, const KvMaps& kv_maps, u8* memory)
-      : p(params), maps(kv_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kKStages * kStageBytes),
-        control(*reinterpret_cast<Control*>(memory + kWork)) {}
+  PA_DEVICE PrefillSm90(const AttentionParams& params, const TileMaps& tile_maps, u8* memory)
+      : p(params), maps(tile_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kKStages * kStageBytes),
+        control(*reinterpret_cast<Control*>(memory + kWork)), group_shift(log2_of(p.group)) {}
 
+  static PA_DEVICE int log2_of(int n) {
+    int i = 0;
+    while (n >> i > 1) ++i;
+    return n == 1 << i ? i : -1;
+  }
+  PA_DEVICE int token_of(int packed) const { return group_shift >= 0 ? packed >> group_shift : quotient(packed, p.group); }
   PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
 
   // ---- the queue of tiles, by the copying warpgroup
@@ -144,6 +156,10 @@ struct PrefillSm90 {
       t.boxed = !(p.flags & kMapped) ? 0 : whole ? t.last : quotient(t.s.len_k, kN);
       t.boxed_first = p.flags & kPaged ? quotient(v.lo / 16 * 16 + kN - 1, kN) : t.first;
       t.lo = v.lo;
+      const int shift = t.s.len_k - t.s.len_q, unseen = -0x7fffffff;
+      t.lo_at = p.window_left >= 0 && shift > unseen + p.window_left ? shift - p.window_left : unseen;
+      t.hi_at = p.window_right >= 0 && p.window_right < t.s.len_q ? shift + p.window_right + 1 : t.s.len_k;
+      t.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
       to = t;
     }
     sm90::meet<sm90::kGroup>(kCopiers);
@@ -222,8 +238,8 @@ struct PrefillSm90 {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
         if (mine >> panel & 1)
-          sm90::copy_box(to + panel * kPanelBytes + warp::lane() * maps.rows * 128, kOfV ? maps.v : maps.k, panel * sm90::kPanel, where.row,
-                         t.head_kv, where.page, barrier(full));
+          sm90::copy_box(to + panel * kPanelBytes + warp::lane() * maps.rows * 128, kOfV ? maps.v : maps.k, panel * sm90::kPanel, t.head_kv,
+                         where.row, where.page, barrier(full));
     }
     tell<0>(c);
   }
@@ -271,13 +287,32 @@ struct PrefillSm90 {
     }
   }
 
-  // With one stage, the tile before may be waited for: it may have nothing but a q, which is yet to be told of.
+  // A tile before may be waited for, whose q, or whose next tile's, is yet to be told of.
   PA_DEVICE void acquire_q(Copier& c) const {
-    if (kQStages == 1) tell<0>(c);
+    tell<0>(c);
     acquire(kEmptyQ + c.q.stage, c.q.parity);
   }
 
+  // The last warp, which has the fewest boxes of keys, has those of q.
+  PA_DEVICE void copy_q_boxes(Copier& c, const Tile& t) const {
+    const int full = kFullQ + c.q.stage, box = warp::lane() / kPanels, panel = warp::lane() % kPanels;
+    if (thread_x() / 32 == sm90::kGroup / 32 - 1) {
+      acquire_q(c);
+      if (warp::lane() == 0) {
+        sm90::expect(barrier(full), kQBytes);
+        sm90::arrive(barrier(full), sm90::kGroup - 1);
+      }
+      if (box < kRows / kBoxRows)
+        sm90::copy_box(q_tile + c.q.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
+                       panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t.first_row + box * kBoxRows),
+                       p.cu_q ? 0 : t.b, barrier(full));
+    }
+    c.q.next();
+    tell<0>(c);
+  }
+
   PA_DEVICE void copy_q(Copier& c, const Tile& t) const {
+    if (p.flags & kMappedQ) return copy_q_boxes(c, t);
     constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
     const int stage = c.q.stage, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
     acquire_q(c);
@@ -320,7 +355,10 @@ struct PrefillSm90 {
       find(taken, t);
       return copy_q(c, t);
     }
-    if (thread_x() == 0) t.b = -1;
+    if (thread_x() == 0) {
+      t = {};
+      t.b = -1;
+    }
     acquire_q(c);
     begun(c, kFullQ + c.q.stage);
   }
@@ -372,52 +410,82 @@ struct PrefillSm90 {
   struct State {
     float o[kD / 2], m[2], l[2];
     u32 weights[kN / 4];
-    Score scoring;
+  };
+
+  // What masks and scores of this thread's rows need to know.
+  struct Rows {
+    int lo[2], hi[2];  // keys [lo, hi) are seen
+    int clear_first, clear_last;  // blocks whose keys every row of this warp sees; none if scores are not plain
     bool plain;        // scores are products times a positive factor
     float factor;      // of products, where plain
-    Span row[2];       // keys that this thread's rows see
-    int clear_lo, clear_hi;  // keys that every row of this warp sees
   };
+  PA_DEVICE Rows look_at(const Tile& t, int row_of_warp) const {
+    Rows x;
+    const int warp_row = t.first_row + row_of_warp;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int token = token_of(warp_row + warp::lane() / 4 + 8 * r);
+      x.lo[r] = max_of(0, token + t.lo_at);
+      x.hi[r] = max_of(0, min_of(token + t.hi_at, t.s.len_k));
+    }
+    x.plain = t.scoring.cap == 0.0f && t.scoring.scale > 0.0f && !p.alibi;
+    x.factor = x.plain ? t.scoring.scale : 1.0f;
+    x.clear_first = quotient(max_of(0, token_of(warp_row + kBoxRows - 1) + t.lo_at) + kN - 1, kN);
+    x.clear_last = x.plain ? quotient(max_of(0, min_of(token_of(warp_row) + t.hi_at, t.s.len_k)), kN) : 0;
+    return x;
+  }
 
   // What `m` may lag behind a row's maximum, in units of log2: weights up to 256, and accumulators that seldom need to shrink.
   static constexpr float kLag = 8.0f;
 
-  // Scores of a block to weights relative to 2^m; where m moves, what was before is to be multiplied by `shrink`.
-  PA_DEVICE void softmax(const Tile& t, State& st, int block, int first_row, float (&s)[kN / 2], float (&shrink)[2]) const {
-    const int key = block * kN;
-    if (!st.plain) {
+  // Products of a block to scores that have a bias or a cap.
+  PA_DEVICE void adjust(const Tile& t, const Score& scoring, int key, int first_row, float (&s)[kN / 2]) const {
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i) s[i] *= st.scoring.scale;
-      if (st.scoring.cap > 0.0f) {
+    for (int i = 0; i < kN / 2; ++i) s[i] *= scoring.scale;
+    if (scoring.cap > 0.0f) {
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) s[i] = st.scoring.cap * tanh_of(s[i]);
-      }
-      if (p.alibi) {
+      for (int i = 0; i < kN / 2; ++i) s[i] = scoring.cap * tanh_of(s[i]);
+    }
+    if (!p.alibi) return;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const Row row = row_of(p, t.s, t.b, t.head_kv, first_row + 8 * r);
-          const int at = row.position - key - 2 * (warp::lane() & 3);
+    for (int r = 0; r < 2; ++r) {
+      const Row row = row_of(p, t.s, t.b, t.head_kv, first_row + 8 * r);
+      const int at = row.position - key - 2 * (warp::lane() & 3);
 #pragma unroll
-          for (int j = 0; j < kN / 8; ++j)
+      for (int j = 0; j < kN / 8; ++j)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const int distance = at - 8 * j - e;
-              s[4 * j + 2 * r + e] -= row.slope * static_cast<float>(distance < 0 ? -distance : distance);
-            }
+        for (int e = 0; e < 2; ++e) {
+          const int distance = at - 8 * j - e;
+          s[4 * j + 2 * r + e] -= row.slope * static_cast<float>(distance < 0 ? -distance : distance);
         }
+    }
+  }
+
+  // What blocks that are not clear ask for besides: scores that are not plain, masks.
+  PA_DEVICE void edges(const Tile& t, const Rows& rows, int key, int first_row, float (&s)[kN / 2]) const {
+    if (!rows.plain) adjust(t, t.scoring, key, first_row, s);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int begin = before(rows.lo[r] - key), end = before(rows.hi[r] - key);
+#pragma unroll
+      for (int from = 0; from < kN / 4; from += 32) {
+        const u32 seen = low_bits(end - from) & ~low_bits(begin - from);
+#pragma unroll
+        for (int i = 0; i < min_of(32, kN / 4 - from); ++i)
+          if (!(seen >> i & 1)) s[4 * ((from + i) / 2) + 2 * r + i % 2] = -PA_INFINITY;
       }
     }
-    if (key + kN > st.clear_hi || key < st.clear_lo) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int lo = st.row[r].lo - key - 2 * (warp::lane() & 3), hi = st.row[r].hi - key - 2 * (warp::lane() & 3);
-#pragma unroll
-        for (int j = 0; j < kN / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * j + e < lo || 8 * j + e >= hi) s[4 * j + 2 * r + e] = -PA_INFINITY;
-      }
-    }
+  }
+  // How many of this lane's elements of a row stand before a column: it has two of every eight.
+  static PA_DEVICE int before(int column) {
+    const int x = column - 2 * (warp::lane() & 3);
+    return x <= 0 ? 0 : 2 * (x / 8) + min_of(2, x % 8);
+  }
+  static PA_DEVICE u32 low_bits(int n) { return n >= 32 ? ~0u : (1u << max_of(0, n)) - 1; }
+
+  // Masks a block's scores and finds the maxima, `top`, of what this lane has of its rows. Whether m is to follow, in any row of this warp.
+  PA_DEVICE bool maxima(const Tile& t, const Rows& rows, const State& st, int block, int first_row, float (&s)[kN / 2], float (&top)[2]) const {
+    if (block < rows.clear_first || block >= rows.clear_last) edges(t, rows, block * kN, first_row, s);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float tops[4];  // four chains: one would wait for itself
@@ -426,21 +494,29 @@ struct PrefillSm90 {
         const float x = s[4 * (i / 2) + 2 * r + i % 2];
         tops[i % 4] = i < 4 ? x : max_of(tops[i % 4], x);
       }
-      const float top = warp::reduce_max<4>(max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3]))) * st.factor;
-      const float before = st.m[r];
-      if (top > before + kLag) st.m[r] = top;
-      const float base = st.m[r] == -PA_INFINITY ? 0.0f : st.m[r];
-      shrink[r] = exp2_fast(before - base);
-      float sum = 0.0f;
+      top[r] = max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3])) * rows.factor;
+    }
+    return warp::any(top[0] > st.m[0] + kLag || top[1] > st.m[1] + kLag);
+  }
+  // Has m follow where a row, of which four lanes have a part, is higher; what was before is to be multiplied by `shrink`.
+  PA_DEVICE void follow(State& st, const float (&top)[2], float (&shrink)[2]) const {
 #pragma unroll
-      for (int j = 0; j < kN / 8; ++j)
+    for (int r = 0; r < 2; ++r) {
+      const float before = st.m[r], highest = warp::reduce_max<4>(top[r]);
+      if (highest > before + kLag) st.m[r] = highest;
+      shrink[r] = weight(before, st.m[r]);
+      st.l[r] *= shrink[r];
+    }
+  }
+
+  // Scores to weights relative to 2^m.
+  PA_DEVICE void weigh(State& st, float factor, float (&s)[kN / 2]) const {
+    const float base[2] = {st.m[0] == -PA_INFINITY ? 0.0f : st.m[0], st.m[1] == -PA_INFINITY ? 0.0f : st.m[1]};
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * j + 2 * r + e];
-          x = exp2_fast(x * st.factor - base);
-          sum += x;
-        }
-      st.l[r] = st.l[r] * shrink[r] + sum;
+    for (int i = 0; i < kN / 2; ++i) {
+      const int r = i / 2 % 2;
+      s[i] = exp2_fast(s[i] * factor - base[r]);
+      st.l[r] += s[i];
     }
   }
 
@@ -472,25 +548,61 @@ struct PrefillSm90 {
     if (warp::lane() == 0) sm90::arrive(barrier(empty));
   }
 
-  // This thread's rows, finished, to out and lse. Four lanes hold a row, two elements of every eight; they trade so that
-  // each holds eight of every 32.
-  PA_DEVICE void write(const Tile& t, State& st, int first_row) const {
-    const int total = t.s.len_q * p.group, column = warp::lane() & 3;
+  // What to multiply this thread's rows of o by; their lse is written.
+  PA_DEVICE void finish_rows(const Tile& t, const State& st, int first_row, float (&factor)[2]) const {
     float v_factor = p.v_factor;
     if (p.v_scale) v_factor *= p.v_scale[t.b * p.scale_batch_v + t.head_kv * p.scale_head_v];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float l = warp::reduce_sum<4>(st.l[r]);
-      const int packed = first_row + 8 * r, token = quotient(packed, p.group), head = t.head_kv * p.group + packed - token * p.group;
-      const bool there = packed < total;
-      Finish f = {0.0f, 0.0f};
-      i64 offset = 0;
-      if (there) {
-        f = finish<T>(p, st.m[r], l, head);
-        offset = out_offset(p, t.s, t.b, token, head);
-        if (p.lse && column == 0) p.lse[lse_offset(p, t.s, t.b, token, head)] = f.lse;
+      if (!p.lse && !p.sinks) {  // what is left of `finish`
+        factor[r] = l == 0.0f ? 0.0f : 1.0f / l * v_factor;
+        continue;
       }
-      const float factor = f.factor * v_factor;
+      const int packed = first_row + 8 * r, token = token_of(packed), head = t.head_kv * p.group + packed - token * p.group;
+      factor[r] = 0.0f;
+      if (packed >= t.s.len_q * p.group) continue;
+      const Finish f = finish<T>(p, st.m[r], l, head);
+      if (p.lse && (warp::lane() & 3) == 0) p.lse[lse_offset(p, t.s, t.b, token, head)] = f.lse;
+      factor[r] = f.factor * v_factor;
+    }
+  }
+
+  // This warp's 16 rows to out, in boxes, through `room`, where their q was; stores_read is to follow before it is another tile's.
+  PA_DEVICE void write_boxes(const Tile& t, const State& st, int warp_row, const float (&factor)[2], u8* room) const {
+    const int lane = warp::lane(), row = lane & 15;
+#pragma unroll
+    for (int j = 0; j < kD / 8; j += 2) {
+      u32 w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (j + i / 2) + 2 * (i % 2);
+        w[i] = pack2<T>(st.o[at] * factor[i % 2], st.o[at + 1] * factor[i % 2]);
+      }
+      sm90::store_matrices(room + j / 8 * kRowPanelBytes + sm90::place(row, (j & 7) + lane / 16), w);
+    }
+    sm90::stores_see_writes();
+    warp::wave_sync();
+    // What one lane says is in uniform registers, where stores take it from.
+    const int head = warp::shfl_idx<32>(t.head_kv * p.group, 0), b = warp::shfl_idx<32>(p.cu_q ? 0 : t.b, 0);
+    const int token = warp::shfl_idx<32>(static_cast<int>(t.s.start_q) + token_of(warp_row), 0);
+    if (lane == 0) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        sm90::store_box(maps.out, panel * sm90::kPanel, head, token, b, room + panel * kRowPanelBytes);
+      sm90::stores_commit();
+    }
+  }
+
+  // This thread's rows to out. Four lanes hold a row, two elements of every eight; they trade so that each holds eight of every 32.
+  PA_DEVICE void write_rows(const Tile& t, const State& st, int first_row, const float (&factors)[2]) const {
+    const int total = t.s.len_q * p.group, column = warp::lane() & 3;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int packed = first_row + 8 * r, token = token_of(packed), head = t.head_kv * p.group + packed - token * p.group;
+      const bool there = packed < total;
+      const i64 offset = there ? out_offset(p, t.s, t.b, token, head) : 0;
+      const float factor = factors[r];
       if (p.flags & kOutFloat || !(p.flags & kOutAligned)) {
         if (!there) continue;
 #pragma unroll
@@ -538,55 +650,61 @@ struct PrefillSm90 {
     else b = other;
   }
 
+  // Begins q.k of a tile's last block, whose q is there. Of a tile without keys, or of none, it is products of what is there, for nothing: a
+  // branch would have the compiler run all products one by one.
+  PA_DEVICE void begin_scores(const Tile& t, u64 q, u64 k, const Ring<kKStages>& ks, float (&s)[kN / 2]) const {
+    if (t.b >= 0 && t.first < t.last) await(kFullK + ks.stage, ks.parity);
+    sm90::pin(s);
+    sm90::products_begin();
+    scores(kD > 128 ? sm90::anew(q) : q, ahead(kD > 128 ? sm90::anew(k) : k, ks.stage * kStageBytes), s);
+  }
+
   PA_DEVICE void computing() const {
     using sm90::kGroup;
+    constexpr bool kAhead = kQStages == 2;  // q of the next tile is there, or on its way, before this one's has been used
     const int group = warp::shfl_idx<32>(thread_x() / kGroup, 0) - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
     const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
+    const int row_of_warp = group * 64 + warp::shfl_idx<32>(thread_x() % kGroup / 32, 0) * kBoxRows;
     if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
     Ring<kQStages> qs;
     Ring<kKStages> ks;
     Ring<kVStages> vs;
+    float s[kN / 2];
+    await(kFullQ, 0);
+    if (control.tiles[0].b < 0) return;
+    begin_scores(control.tiles[0], q, k, ks, s);
+    Rows rows = look_at(control.tiles[0], row_of_warp);
 #pragma unroll 1
     for (int tiles = 0;; ++tiles) {
-      const int stage = qs.stage;
-      await(kFullQ + stage, qs.parity);
-      qs.next();
       const Tile& t = control.tiles[tiles & 3];
-      if (t.b < 0) return;
-      const int first = t.first, last = t.last;
+      const Tile& next = control.tiles[(tiles + 1) & 3];  // whose q has come when it is read
+      const int stage = qs.stage, first = t.first, last = t.last;
+      qs.next();
       State st;
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) st.o[i] = 0.0f;
-      const int warp_row = t.first_row + group * 64 + thread_x() % kGroup / 32 * 16, first_row = warp_row + warp::lane() / 4;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         st.m[r] = -PA_INFINITY;
         st.l[r] = 0.0f;
-        const int token = quotient(first_row + 8 * r, p.group);
-        st.row[r] = visible(p, t.s, token, token);
       }
-      st.clear_lo = visible(p, t.s, quotient(warp_row + 15, p.group), 0).lo;
-      st.clear_hi = visible(p, t.s, 0, quotient(warp_row, p.group)).hi;
-      st.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
-      st.plain = st.scoring.cap == 0.0f && st.scoring.scale > 0.0f && !p.alibi;
-      st.factor = st.plain ? st.scoring.scale : 1.0f;
-
+      const int warp_row = t.first_row + row_of_warp, first_row = warp_row + warp::lane() / 4;
+      float finished[2];
+      sm90::products_wait<0>();
+      sm90::pin(s);
       if (first < last) {
-        float s[kN / 2], shrink[2];
+        float top[2], shrink[2];
         int n = last - 1;
-        await(kFullK + ks.stage, ks.parity);
-        sm90::pin(s);
-        sm90::products_begin();
-        scores(ahead(q, stage * kQBytes), ahead(k, ks.stage * kStageBytes), s);
-        sm90::products_wait<0>();
-        sm90::pin(s);
         release(kEmptyK + ks.stage);
         ks.next();
-        softmax(t, st, n, first_row, s, shrink);
+        if (maxima(t, rows, st, n, first_row, s, top)) follow(st, top, shrink);  // nothing was before
+        weigh(st, rows.factor, s);
         pack(st, s);
+        if (kAhead && tiles > 0) give_q(1 - stage);
+        bool ready = sm90::reached(barrier(kFullK + ks.stage), ks.parity);
 #pragma unroll 1
         for (; n > first; --n) {
-          await(kFullK + ks.stage, ks.parity);
+          if (!ready) await(kFullK + ks.stage, ks.parity);
           if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
           sm90::pin(s);
           sm90::pin(st.o);
@@ -599,10 +717,10 @@ struct PrefillSm90 {
           sm90::pin(s);
           release(kEmptyK + ks.stage);
           ks.next();
-          softmax(t, st, n - 1, first_row, s, shrink);
-          sm90::pin(s);
-          // The wait stands in both branches: before them, the compiler would move it into what is to happen beside the products.
-          if (warp::any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+          // When maxima are known p.v has ended, or will soon: weights can be packed as they are computed. The wait stands in both branches:
+          // before them, the compiler would move it into what is to happen beside the products.
+          if (maxima(t, rows, st, n - 1, first_row, s, top)) {
+            follow(st, top, shrink);
             sm90::products_wait<0>();
             sm90::pin(st.o);
 #pragma unroll
@@ -613,23 +731,61 @@ struct PrefillSm90 {
           }
           release(kEmptyV + vs.stage);
           vs.next();
+          ready = sm90::reached(barrier(kFullK + ks.stage), ks.parity);
+          weigh(st, rows.factor, s);
           pack(st, s);
         }
-        release(kEmptyQ + stage);
+        if (kAhead) {
+          await(kFullQ + qs.stage, qs.parity);
+          if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
+        }
         await(kFullV + vs.stage, vs.parity);
         sm90::pin(st.o);
         sm90::products_begin();
         values(st, ahead(v, vs.stage * kStageBytes));
-        sm90::products_wait<0>();
+        if (kAhead) {
+          begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
+          if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
+          rows = look_at(next, row_of_warp);
+        }
+        finish_rows(t, st, first_row, finished);  // beside the products
+        sm90::products_wait<kAhead ? 1 : 0>();
         sm90::pin(st.o);
         release(kEmptyV + vs.stage);
         vs.next();
+      } else if (kAhead) {  // no row sees a key
+        if (tiles > 0) give_q(1 - stage);
+        await(kFullQ + qs.stage, qs.parity);
+        begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
+        rows = look_at(next, row_of_warp);
+        finish_rows(t, st, first_row, finished);
       } else {
-        warp::wave_sync();  // no products: a lane could still be waiting for q
-        release(kEmptyQ + stage);
+        finish_rows(t, st, first_row, finished);
       }
-      write(t, st, first_row);
+      sm90::meet<kGroup>(kWriters + group);  // all products that read q are over
+      // Told by one lane, so that the compiler knows that all lanes go one way and keeps descriptors in uniform registers.
+      const bool boxed = warp::shfl_idx<32>(static_cast<int>(p.flags & kMappedOut && warp_row + kBoxRows <= t.s.len_q * p.group), 0);
+      u8* room = q_tile + stage * kQBytes + group * kGroupBytes + row_of_warp % 64 * 128;
+      if (!kAhead && !boxed) give_q(stage);
+      if (boxed) write_boxes(t, st, warp_row, finished, room);
+      else write_rows(t, st, first_row, finished);
+      if (!kAhead && boxed) give_q(stage);
+      if (!kAhead) {
+        await(kFullQ, qs.parity);
+        begin_scores(next, q, k, ks, s);
+        rows = look_at(next, row_of_warp);
+      }
+      if (next.b < 0) break;
     }
+    sm90::products_wait<0>();
+    sm90::stores_read();
+  }
+
+  // Gives q's stage back, when what went to out through it has been read.
+  PA_DEVICE void give_q(int stage) const {
+    sm90::stores_read();
+    warp::wave_sync();
+    release(kEmptyQ + stage);
   }
 
   // ---- a block

@@ -98,10 +98,25 @@ PA_DEVICE void arrive_when_copied(Barrier& b) {
 // The copy engine: boxes of a tensor of four axes, the innermost first, each as rows of one panel; what lies outside of the tensor is zeros.
 struct alignas(64) TensorMap { u64 encoded[16]; };  // cuda.h's CUtensorMap
 PA_DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-// Begins to copy the box at (column, row, head, page) of a tensor; its bytes count at the barrier.
-PA_DEVICE void copy_box(void* shared, const TensorMap& map, int column, int row, int head, int page, Barrier& b) {
+// Begins to copy the box at these coordinates, the innermost axis first; its bytes count at the barrier.
+PA_DEVICE void copy_box(void* shared, const TensorMap& map, int column, int y, int z, int w, Barrier& b) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5}], [%6];"
-               ::"r"(shared_address(shared)), "l"(&map), "r"(column), "r"(row), "r"(head), "r"(page), "r"(shared_address(&b)) : "memory");
+               ::"r"(shared_address(shared)), "l"(&map), "r"(column), "r"(y), "r"(z), "r"(w), "r"(shared_address(&b)) : "memory");
+}
+// Begins to write a box; after stores_read, what it had been in shared memory may be written over.
+PA_DEVICE void store_box(const TensorMap& map, int column, int y, int z, int w, const void* shared) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1,%2,%3,%4}], [%5];"
+               ::"l"(&map), "r"(column), "r"(y), "r"(z), "r"(w), "r"(shared_address(shared)) : "memory");
+}
+PA_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+PA_DEVICE void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // of this thread's
+// Before store_box, in threads that wrote: what they wrote is before the stores.
+PA_DEVICE void stores_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements, laid out as accumulators packed in pairs; lane 8i + r names row r of matrix i.
+PA_DEVICE void store_matrices(void* row, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
 // After the barrier: stores and copies (copy_async16) to shared memory that it tells of are before the products to come.

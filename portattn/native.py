@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 import struct
 import threading
 from typing import Any, Callable, NamedTuple, Sequence
@@ -68,7 +69,7 @@ MERGE = tuple((n, "Q") for n in "outs lses sinks out lse".split()) + tuple((n, "
     ("states", "i"), ("heads", "i"), ("head_dim", "i"), ("flags", "I"))
 
 (OUT_FLOAT, ALIGNED, OUT_ALIGNED, UNIFORM_PAGES, INVARIANT, LENGTHS_64, TABLE_64, CU_Q_64, CU_K_64, INTERLEAVED, ROTARY_FLOAT, SINKS_FLOAT, PAGED,
- TILED, MAPPED, BEFORE, PREFIX_SUMS, UNSEEN_INF, ALL_TILES) = (1 << i for i in range(19))
+ TILED, MAPPED, BEFORE, PREFIX_SUMS, UNSEEN_INF, ALL_TILES, MAPPED_Q, MAPPED_OUT) = (1 << i for i in range(21))
 COUNTING = {dialect.AFTER: 0, dialect.BEFORE: BEFORE, dialect.PREFIX_SUMS: PREFIX_SUMS}  # the flag that says what lengths count
 
 
@@ -361,42 +362,68 @@ class Workspaces:
 
 
 # ------------------------------------------------------------------ tensor maps
-def _mapped(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-    """(dtype, shape, strides) of (pages or B, page_size or S, H, D), or (T, H, D), with heads before rows."""
-    x = (x if x.dim() == 4 else x[None]).transpose(1, 2)
+BOX_ROWS = 16  # of q and out
+
+
+Mapped = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
+
+
+def mapped(x: Tensor) -> Mapped:
+    """Of (pages or B, page_size or S, H, D), or of (T, H, D) as one batch."""
+    x = x if x.dim() == 4 else x[None]
     return x.dtype, tuple(x.shape), (*(16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride())), 1)  # of one there is no stride to tell
 
 
-class KvMaps:
-    """The second argument of prefill_sm90.h: k and v for the copy engine, as boxes of 64 columns.
+class Mapping(NamedTuple):
+    """A tensor that the copy engine knows: its place in TileMaps and among the pointers of a launch, the flag that says so, what TensorMap takes."""
+
+    place: int
+    pointer: int
+    flag: int
+    tensor: Mapped
+    box: tuple[int, ...]
+
+
+class TileMaps:
+    """The second argument of prefill_sm90.h: k, v, q and out for the copy engine, as boxes of 64 columns.
 
     Args:
-        encode: the driver's cuTensorMapEncodeTiled; None: nothing is mapped.
-        tensors: what _mapped says of k and v. keys: that the kernel takes at a time. rows: of a box.
+        encode: the driver's cuTensorMapEncodeTiled. mappings: of what is mapped. keys: that the kernel takes at a time. rows: of a box of keys.
     """
 
-    def __init__(self, encode: Any, tensors: Sequence[tuple], keys: int, rows: int):
-        self._room = ctypes.create_string_buffer(2 * BYTES + 2 * ALIGNMENT)
+    def __init__(self, encode: Any, mappings: Sequence[Mapping], keys: int, rows: int):
+        self._room = ctypes.create_string_buffer(4 * BYTES + 2 * ALIGNMENT)
         self.address = -(-ctypes.addressof(self._room) // ALIGNMENT) * ALIGNMENT
-        struct.pack_into("<2i", self._room, self.address - ctypes.addressof(self._room) + 2 * BYTES, rows, keys // rows)
-        self.maps = [TensorMap(encode, *x, (1, 1, rows, 64), SWIZZLE_128, self.address + i * BYTES) for i, x in enumerate(tensors) if encode]
+        struct.pack_into("<2i", self._room, self.address - ctypes.addressof(self._room) + 4 * BYTES, rows, keys // rows)
+        self.maps = [(m.pointer, m.flag, TensorMap(encode, *m.tensor, m.box, SWIZZLE_128, self.address + m.place * BYTES)) for m in mappings]
 
-    def move(self, *addresses: int) -> None:
-        for tensor_map, address in zip(self.maps, addresses):
-            if tensor_map.pointer != address:
-                tensor_map.move(address)
+    def move(self, addresses: Sequence[int], off: int = 0) -> None:
+        """Has the maps describe the tensors at these pointers of a launch, but for those whose flags are in `off`."""
+        for pointer, flag, tensor_map in self.maps:
+            if tensor_map.pointer != addresses[pointer] and not off & flag:
+                tensor_map.move(addresses[pointer])
 
 
-def kv_maps(encode: Any, call: Call, keys: int, flags: int) -> tuple[Callable[[], KvMaps], int]:
-    """(what makes KvMaps for such calls, MAPPED or 0): there are maps where k and v are aligned and the driver accepts their strides."""
-    tensors, rows = (_mapped(call.k), _mapped(call.v)), math.gcd(call.k.shape[1], keys) if call.block_table is not None else keys
-    if encode and flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES:
+def tile_maps(encode: Any, call: Call, out: Mapped, keys: int, flags: int) -> tuple[Callable[[], TileMaps], int]:
+    """(what makes TileMaps for such calls, the flags of what is mapped): what is aligned and has strides that the driver accepts."""
+    group, wanted = call.q.shape[-2] // call.k.shape[-2], []
+    rows = math.gcd(call.k.shape[1], keys) if call.block_table is not None else keys
+    if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES:
+        wanted.append([Mapping(place, place + 1, MAPPED, mapped(x), (1, rows, 1, 64)) for place, x in enumerate((call.k, call.v))])
+    if BOX_ROWS % group == 0:
+        box = (1, BOX_ROWS // group, group, 64)
+        if call.rotary_cos is None:
+            wanted.append([Mapping(2, 0, MAPPED_Q, mapped(call.q), box)])
+        if flags & OUT_ALIGNED and out[0] is call.q.dtype:
+            wanted.append([Mapping(3, 3, MAPPED_OUT, out, box)])
+    found: list[Mapping] = []
+    for mappings in wanted if encode else ():
         try:
-            KvMaps(encode, tensors, keys, rows).move(call.k.data_ptr() & ~15, call.v.data_ptr() & ~15)
-            return functools.partial(KvMaps, encode, tensors, keys, rows), MAPPED
+            TileMaps(encode, mappings, keys, rows).move([call.q.data_ptr() & ~15] * 4)  # any address will do
+            found += mappings
         except KernelError:
             pass  # such strides take the kernel's other copies
-    return functools.partial(KvMaps, None, tensors, keys, rows), 0
+    return functools.partial(TileMaps, encode, found, keys, rows), functools.reduce(operator.or_, (m.flag for m in found), 0)
 
 
 # ------------------------------------------------------------------ launches
@@ -408,10 +435,10 @@ class Record(NamedTuple):
     pointer: ctypes.c_void_p  # to arguments
     config: LaunchConfig | None = None  # of a launch with attributes
     at_config: ctypes.c_void_p | None = None
-    maps: KvMaps | None = None
+    maps: TileMaps | None = None
 
 
-def record(packed: bytearray, config: LaunchConfig | None = None, maps: KvMaps | None = None) -> Record:
+def record(packed: bytearray, config: LaunchConfig | None = None, maps: TileMaps | None = None) -> Record:
     buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
     arguments = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), maps and maps.address)
     at_config = None if config is None else ctypes.c_void_p(ctypes.addressof(config))
@@ -426,7 +453,7 @@ class Launcher:
     """
 
     def __init__(self, function: Function, fields: tuple[tuple[str, str], ...], values: dict[str, Any], grid: tuple[int, int], threads: int,
-                 about: str, cluster: int = 1, overlapping: bool = False, maps: Callable[[], KvMaps] | None = None):
+                 about: str, cluster: int = 1, overlapping: bool = False, maps: Callable[[], TileMaps] | None = None):
         self.cluster, self.overlapping, self.maps = cluster, overlapping, maps
         self.plainly = cluster == 1 and not overlapping  # without attributes
         self.function, self.grid, self.threads, self.about = function, grid, threads, about
@@ -449,8 +476,8 @@ class Launcher:
             config = None if self.plainly else self.function.config(self.grid, self.threads, self.cluster, self.overlapping)
             item = record(pack(self.fields, self.values | {"flags": self.values["flags"] & ~off}), config, self.maps and self.maps())
         self.pointers(item.buffer, 0, *addresses)
-        if item.maps is not None and not off & MAPPED:
-            item.maps.move(addresses[1], addresses[2])
+        if item.maps is not None:
+            item.maps.move(addresses, off)
         code = self._start(stream, item)
         if code:
             self.function.failed(code, functools.partial(self._start, stream, item), self.grid, self.threads, self.about)
@@ -596,6 +623,7 @@ class Attention(_Bound):
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
         self.problem, self.values = problem, attention_values(call, out)
         self.launch, self.plain, self.before, self.general = None, False, None, None
+        self.out_form, self.mapped = mapped(out), 0
         self.turns: threading.Lock | None = None
         self.workspaces = device.workspaces
         self.lse_wanted = call.return_lse
@@ -617,7 +645,8 @@ class Attention(_Bound):
         if not self.plain:
             self._bind_general(call, dim, plain)
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
-        self.out_mask = 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
+        self.out_mask = 15 if self.mapped & MAPPED_OUT else 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
+        self.q_mask = 15 if self.plain or self.mapped & MAPPED_Q else 0
         # The pointers that such calls have besides q, k, v, out and lse: (place in the struct, the Call's field).
         names = {"lengths": "kv_lens" if call.block_table is not None else "seqused_k", "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k",
                  "alibi": "alibi_slopes"}
@@ -629,7 +658,6 @@ class Attention(_Bound):
     def _prepare_direct(self, call: Call) -> None:
         """What `direct` needs; a call that appends, or turns q, is not taken that way."""
         self.taken_directly = call.block_table is not None and self.append is None and call.rotary_cos is None
-        self.q_mask = 15 if self.plain else 0
         more = [(place, Call._fields[field]) for place, field in self.present if Call._fields[field] in DIRECT]
         self.more = [(place, DIRECT.index(name)) for place, name in more]
         read = [(place, getattr(call, name)) for place, name in more if name in ("alibi_slopes", "sinks")]
@@ -640,8 +668,8 @@ class Attention(_Bound):
         if shape.instance.kernel not in ("decode", "plain"):
             self.turns = self.device.tiles
         if shape.keys:
-            maps, mapped = kv_maps(self.device.driver.encode_map, call, shape.keys, values["flags"])
-            values = values | {"flags": values["flags"] | mapped}
+            maps, flags = tile_maps(self.device.driver.encode_map, call, self.out_form, shape.keys, values["flags"])
+            values, self.mapped = values | {"flags": values["flags"] | flags}, flags
         return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, self.device.limits.overlap, maps)
 
     def _plain_launcher(self, call: Call, dim: int, blocks: int, flags: int = 0) -> Launcher | None:
@@ -738,8 +766,9 @@ class Attention(_Bound):
         q, k, v, o, within = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr(), call.within
         if within is not None:
             q, k, v = q + within[0], k + within[1], v + within[2]
-        off = (ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED if o & self.out_mask else 0)
-        if self.plain and (off or q & 15):
+        off = ((ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED | MAPPED_OUT if o & self.out_mask else 0)
+               | (MAPPED_Q if q & self.q_mask else 0))
+        if self.plain and off:
             if self.general is None:
                 self.general = Attention(self.device, call, self.problem, plain=False)
             return self.general._run(call, out, lse)

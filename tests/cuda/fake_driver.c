@@ -15,7 +15,7 @@
 
 static char log_[1 << 16];
 static char params_[4096];
-static char maps_[264]; /* the second argument, of the kernel that has one */
+static char maps_[520]; /* the second argument, of the kernel that has one */
 static int calls_[32], depth_;
 static void* stack_[64];
 static unsigned modules_, mode_;

@@ -387,10 +387,14 @@ def test_parts_end_where_sequences_of_one_length_do(parts, tiles, expected):
 
 # ------------------------------------------------------------------ tensor maps
 def maps(device) -> tuple[int, ...]:
-    """(address of k, of v, rows of a box, boxes of a block) in the last launch's second argument."""
+    """(addresses of k, v, q and out, rows of a box of keys, boxes of a block) in the last launch's second argument."""
     get = device.library["fake_maps"]
     get.restype = ctypes.c_void_p
-    return tuple(struct.unpack_from(code, ctypes.string_at(get(), 264), at)[0] for code, at in (("Q", 0), ("Q", 128), ("i", 256), ("i", 260)))
+    raw = ctypes.string_at(get(), 520)
+    return (*(struct.unpack_from("Q", raw, 128 * i)[0] for i in range(4)), *struct.unpack_from("2i", raw, 512))
+
+
+ALL_MAPPED = native.MAPPED | native.MAPPED_Q | native.MAPPED_OUT
 
 
 def chunk(**changed):
@@ -404,27 +408,43 @@ def test_tensor_maps_follow_the_tensors_and_say_a_page_is_a_box(hopper):
     encoded = len([x for x in log(hopper.library) if x.startswith("map")])
     for _ in range(2):
         run(call)
-    assert seen(hopper)["flags"] & native.MAPPED and maps(hopper) == (call.k.data_ptr(), call.v.data_ptr(), 16, 10)
+    assert seen(hopper)["flags"] & ALL_MAPPED == ALL_MAPPED
+    assert maps(hopper) == (*(x.data_ptr() for x in (call.k, call.v, call.q, call.out)), 16, 10)
     found = [x for x in log(hopper.library) if x.startswith("map")]
-    assert len(found) == encoded + 2 and "shape 64 16 2 5 box 64 16" in found[-1], "once for two calls on the same tensors"
+    assert len(found) == encoded + 4 and "shape 64 2 16 5 box 64 1" in found[-3] and "shape 64 8 70 3 box 64 4" in found[-1], "once for two calls on the same tensors"
     other = call._replace(k=call.k.clone())
     run(other)
-    assert maps(hopper)[:2] == (other.k.data_ptr(), call.v.data_ptr())
+    assert maps(hopper)[:3] == (other.k.data_ptr(), call.v.data_ptr(), call.q.data_ptr())
 
 
-def test_tensors_that_no_map_describes_take_the_other_copies(hopper, monkeypatch):
+def test_what_no_map_describes_takes_the_other_copies(hopper, monkeypatch):
     call = chunk()
     run = native.Attention(hopper, call, problem(q_len="extend"))
     shifted = torch.zeros(call.k.numel() + 1, dtype=torch.bfloat16)[1:].view(call.k.shape)
     run(call._replace(k=shifted))
-    assert not seen(hopper)["flags"] & (native.MAPPED | native.ALIGNED)
+    assert not seen(hopper)["flags"] & (native.MAPPED | native.ALIGNED) and seen(hopper)["flags"] & native.MAPPED_Q
+    for name, flag in (("q", native.MAPPED_Q), ("out", native.MAPPED_OUT)):
+        x = getattr(call, name)
+        run(call._replace(**{name: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)}))
+        assert seen(hopper)["flags"] & ALL_MAPPED == ALL_MAPPED & ~flag
     run(call)
-    assert seen(hopper)["flags"] & native.MAPPED
+    assert seen(hopper)["flags"] & ALL_MAPPED == ALL_MAPPED
     monkeypatch.setenv("FAKE_FAIL", "map:1:1")
     hopper.library.fake_reset()
     refused = native.Attention(hopper, call, problem(q_len="extend"))
     refused(call)
-    assert seen(hopper)["flags"] & native.ALIGNED and not seen(hopper)["flags"] & native.MAPPED
+    assert seen(hopper)["flags"] & native.ALIGNED and seen(hopper)["flags"] & ALL_MAPPED == native.MAPPED_Q | native.MAPPED_OUT
+
+
+@pytest.mark.parametrize("changed, flags", [
+    (dict(q=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16)), 0),  # three heads: a box of 16 rows does not end with a token
+    (dict(rotary_cos=torch.zeros(4096, 32), rotary_sin=torch.zeros(4096, 32)), native.MAPPED_OUT),
+    (dict(out=torch.zeros(3, 70, 8, 64)), native.MAPPED_Q),
+    (dict(q=torch.zeros(3, 70, 8, 68, dtype=torch.bfloat16)[..., :64]), native.MAPPED_OUT),  # strides of 8 bytes
+], ids=["group", "rotary", "float", "strides"])
+def test_q_and_out_are_mapped_where_boxes_are_what_the_kernel_takes(hopper, changed, flags):
+    _, mapped = native.tile_maps(hopper.driver.encode_map, call := chunk(**changed), native.mapped(call.out), 160, native.OUT_ALIGNED)
+    assert mapped == flags
 
 
 def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):

@@ -8,7 +8,7 @@ using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N, PA_TOGETHER>;
 using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N>;
 #endif
 
-extern "C" int portattn_simt_prefill_sm90(const AttentionParams* p, const KvMaps* maps, int grid_x, int grid_y, int order, unsigned seed, char* error, int capacity) {
+extern "C" int portattn_simt_prefill_sm90(const AttentionParams* p, const TileMaps* maps, int grid_x, int grid_y, int order, unsigned seed, char* error, int capacity) {
   const std::string text = simt::launch(grid_x, grid_y, Kernel::kThreads, Kernel::kSharedBytes + sm90::kAlignment, static_cast<simt::Order>(order), seed,
                                         [&] { Kernel(*p, *maps, sm90::shared_tiles()).run(block_x(), portattn::grid_x()); });
   std::snprintf(error, capacity, "%s", text.c_str());

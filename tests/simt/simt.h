@@ -75,6 +75,7 @@ struct Lane {
   std::vector<Copy> open;
   std::vector<std::vector<std::function<void()>>> products;  // committed, begun and not yet done
   std::vector<std::function<void()>> begun;
+  std::vector<std::function<void()>> stores;  // of boxes, that have not read shared memory yet
   bool met_cluster = false;
   void* fake_stack = nullptr;
 };

@@ -144,30 +144,64 @@ inline int encode(TensorMap* map, int type, u32 rank, const void* base, const u6
   return box[0] * 2 > 128;  // a box's rows are the swizzle's at most
 }
 
-inline void copy_box(void* shared, const TensorMap& map, int column, int row, int head, int page, Barrier& b, SIMT_HERE) {
-  u8* to = static_cast<u8*>(shared);
-  if ((to - shared_tiles()) % 1024) simt::fail("a box that does not begin where the swizzle does, at " + simt::text(here));
-  auto land = [=, &map, &b] {
-    const i64 at[4] = {column, row, head, page};
-    for (u32 r = 0; r < map.box[1]; ++r)
-      for (u32 c = 0; c < map.box[0]; ++c) {
-        const i64 place[4] = {at[0] + c, at[1] + r, at[2], at[3]};
-        bool inside = true;
-        i64 offset = 0;
-        for (int i = 0; i < 4; ++i) {
-          inside &= place[i] >= 0 && place[i] < static_cast<i64>(map.shape[i]);
-          offset += place[i] * static_cast<i64>(map.strides[i]);
-        }
-        u16 x = 0;
-        if (inside) std::memcpy(&x, map.base + offset, 2);
-        std::memcpy(to + sm90::place(r, c / 8) + c % 8 * 2, &x, 2);
+// Calls with each element of a box: where it lies in a swizzled panel, and where in the tensor, or null outside.
+template <class F>
+inline void each_of_box(const TensorMap& map, const i64 (&at)[4], u8* panel, F element) {
+  for (u32 r = 0; r < map.box[1] * map.box[2] * map.box[3]; ++r)
+    for (u32 c = 0; c < map.box[0]; ++c) {
+      const i64 place[4] = {at[0] + c, at[1] + r % map.box[1], at[2] + r / map.box[1] % map.box[2], at[3] + r / map.box[1] / map.box[2]};
+      bool inside = true;
+      i64 offset = 0;
+      for (int i = 0; i < 4; ++i) {
+        inside &= place[i] >= 0 && place[i] < static_cast<i64>(map.shape[i]);
+        offset += place[i] * static_cast<i64>(map.strides[i]);
       }
-    b.bytes -= static_cast<i32>(map.box[0] * map.box[1] * 2);
+      element(panel + sm90::place(r, c / 8) + c % 8 * 2, inside ? const_cast<u8*>(map.base) + offset : nullptr);
+    }
+}
+inline void check_box(const void* shared, simt::Place here) {
+  if ((static_cast<const u8*>(shared) - shared_tiles()) % 1024) simt::fail("a box that does not begin where the swizzle does, at " + simt::text(here));
+}
+
+inline void copy_box(void* shared, const TensorMap& map, int column, int y, int z, int w, Barrier& b, SIMT_HERE) {
+  check_box(shared, here);
+  auto land = [=, &map, &b] {
+    each_of_box(map, {column, y, z, w}, static_cast<u8*>(shared), [](u8* here, const u8* there) {
+      if (there) std::memcpy(here, there, 2);
+      else std::memset(here, 0, 2);
+    });
+    b.bytes -= static_cast<i32>(map.box[0] * map.box[1] * map.box[2] * map.box[3] * 2);
     next_phase(b);
   };
   if (simt::block()->order == simt::kForward) land();
   else simt::block()->boxes.push_back(land);
 }
+// A store reads shared memory as late as it may: when it is waited for, unless lanes go forward.
+inline void store_box(const TensorMap& map, int column, int y, int z, int w, const void* shared, SIMT_HERE) {
+  check_box(shared, here);
+  auto read = [=, &map] {
+    each_of_box(map, {column, y, z, w}, const_cast<u8*>(static_cast<const u8*>(shared)), [](const u8* here, u8* there) {
+      if (there) std::memcpy(there, here, 2);
+    });
+  };
+  if (simt::block()->order == simt::kForward) read();
+  else simt::lane().stores.push_back(read);
+}
+inline void stores_commit() {}
+inline void stores_read() {
+  for (auto& read : simt::lane().stores) read();
+  simt::lane().stores.clear();
+}
+inline void stores_see_writes() {}
+
+// PTX ISA, stmatrix .m8n8 .x4: lane l holds of matrix i row l / 4, elements 2 (l % 4) and the next; lane 8i + r names row r of matrix i.
+inline void store_matrices(void* row, const u32 (&r)[4], SIMT_HERE) {
+  if (reinterpret_cast<std::uintptr_t>(row) % 16) simt::fail("stmatrix: a row is not 16-byte aligned, at " + simt::text(here));
+  const int lane = thread_x() % 32;
+  auto rows = simt::exchange(simt::block()->warps[thread_x() / 32], lane, row, here);
+  for (int i = 0; i < 4; ++i) std::memcpy(static_cast<u8*>(rows(8 * i + lane / 4)) + 4 * (lane % 4), &r[i], 4);
+}
+
 template <int kRegisters>
 inline void give_registers() {}
 template <int kRegisters>

@@ -27,11 +27,13 @@ def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, orde
     library = host.build("prefill_sm90", consumers=consumers, n=n, **options, **more)
     packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
     flags = int.from_bytes(packed[at : at + 4], "little")
-    made, mapped = native.kv_maps(library.portattn_simt_encode if maps else None, call, n, flags)
-    assert bool(mapped) == (maps and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
-    argument = made()
-    argument.move(call.k.data_ptr(), call.v.data_ptr())
-    packed[at : at + 4] = (flags | mapped | more_flags).to_bytes(4, "little")
+    out = call.out if call.out is not None else prepared.out
+    made, mapped = native.tile_maps(library.portattn_simt_encode if maps else None, call, native.mapped(out), n, flags)
+    assert bool(mapped & native.MAPPED) == (maps and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
+    argument, addresses = made(), [x.data_ptr() for x in (call.q, call.k, call.v, out)]
+    off = (native.MAPPED_Q if addresses[0] % 16 else 0) | (native.MAPPED_OUT if addresses[3] % 16 else 0)
+    argument.move(addresses, off)
+    packed[at : at + 4] = (flags | mapped & ~off | more_flags).to_bytes(4, "little")
     error = ctypes.create_string_buffer(2000)
     if library.portattn_simt_prefill_sm90(bytes(packed), ctypes.c_void_p(argument.address), blocks, 1, order, seed, error, len(error)):
         raise RuntimeError(error.value.decode())

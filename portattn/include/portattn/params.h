@@ -27,6 +27,8 @@ enum Flags : u32 {
   kPrefixSums = 1 << 16,      // lengths are prefix sums, one more than there are sequences
   kUnseenInf = 1 << 17,       // without sinks, the lse of a row that sees no key is +inf, not -inf
   kAllTiles = 1 << 18,        // prefill_sm90.h: sequences of few rows are its too, however few
+  kMappedQ = 1 << 19,         // prefill_sm90.h: there is a tensor map of q,
+  kMappedOut = 1 << 20,       // of out
 };
 
 constexpr int kQueues = 4;
