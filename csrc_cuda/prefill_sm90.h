@@ -61,11 +61,13 @@ struct PrefillSm90 {
 
   struct Tile {
     int b, head_kv, first_row;
+    int first_token, rest;  // first_row is head `rest` of its token
     int first, last;  // key blocks [first, last)
     int boxed_first, boxed;  // key blocks [boxed_first, boxed) come in boxes
     int lo;                  // no row sees a key before this one: pages there may hold anything
     int lo_at, hi_at;        // a token sees keys from token + lo_at on, up to token + hi_at or the length
     Score scoring;
+    float factor;            // of products, where scores are they times a positive factor; else 0
     Sequence s;
   };
   enum {
@@ -90,18 +92,17 @@ struct PrefillSm90 {
   u8* k_tile;
   u8* v_tile;
   Control& control;
-  const int group_shift;  // log2 of p.group where that is a power of two, else -1
+  const u32 group_inverse;  // 2^32 over p.group, rounded up; nothing for a group of one
 
   PA_DEVICE PrefillSm90(const AttentionParams& params, const TileMaps& tile_maps, u8* memory)
       : p(params), maps(tile_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kKStages * kStageBytes),
-        control(*reinterpret_cast<Control*>(memory + kWork)), group_shift(log2_of(p.group)) {}
+        control(*reinterpret_cast<Control*>(memory + kWork)), group_inverse(p.group > 1 ? 0xffffffffu / static_cast<u32>(p.group) + 1 : 0) {}
 
-  static PA_DEVICE int log2_of(int n) {
-    int i = 0;
-    while (n >> i > 1) ++i;
-    return n == 1 << i ? i : -1;
+  // The token of a tile's row. Exact for rows plus groups up to 2^16.
+  PA_DEVICE int token_of(const Tile& t, int row) const {
+    const u32 n = row + t.rest;
+    return t.first_token + static_cast<int>(p.group > 1 ? static_cast<u32>((static_cast<u64>(n) * group_inverse) >> 32) : n);
   }
-  PA_DEVICE int token_of(int packed) const { return group_shift >= 0 ? packed >> group_shift : quotient(packed, p.group); }
   PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
 
   // ---- the queue of tiles, by the copying warpgroup
@@ -147,7 +148,9 @@ struct PrefillSm90 {
       const int heads = min_of(each, p.heads_kv - section * each), nth = quotient(nth_in_section, heads);
       t.head_kv = section * each + nth_in_section - nth * heads;
       t.first_row = (rows - 1 - nth) * kRows;
-      const int first = quotient(t.first_row, p.group), last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
+      t.first_token = quotient(t.first_row, p.group);
+      t.rest = t.first_row - t.first_token * p.group;
+      const int first = t.first_token, last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
       const Span v = visible(p, t.s, first, last);
       t.first = quotient(v.lo, kN);
       t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
@@ -160,6 +163,7 @@ struct PrefillSm90 {
       t.lo_at = p.window_left >= 0 && shift > unseen + p.window_left ? shift - p.window_left : unseen;
       t.hi_at = p.window_right >= 0 && p.window_right < t.s.len_q ? shift + p.window_right + 1 : t.s.len_k;
       t.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
+      t.factor = t.scoring.cap == 0.0f && t.scoring.scale > 0.0f && !p.alibi ? t.scoring.scale : 0.0f;
       to = t;
     }
     sm90::meet<sm90::kGroup>(kCopiers);
@@ -304,7 +308,7 @@ struct PrefillSm90 {
       }
       if (box < kRows / kBoxRows)
         sm90::copy_box(q_tile + c.q.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
-                       panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t.first_row + box * kBoxRows),
+                       panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t, box * kBoxRows),
                        p.cu_q ? 0 : t.b, barrier(full));
     }
     c.q.next();
@@ -416,22 +420,20 @@ struct PrefillSm90 {
   struct Rows {
     int lo[2], hi[2];  // keys [lo, hi) are seen
     int clear_first, clear_last;  // blocks whose keys every row of this warp sees; none if scores are not plain
-    bool plain;        // scores are products times a positive factor
-    float factor;      // of products, where plain
+    float factor;                 // of products, where they are, else 1
   };
   PA_DEVICE Rows look_at(const Tile& t, int row_of_warp) const {
     Rows x;
-    const int warp_row = t.first_row + row_of_warp;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int token = token_of(warp_row + warp::lane() / 4 + 8 * r);
+      const int token = token_of(t, row_of_warp + warp::lane() / 4 + 8 * r);
       x.lo[r] = max_of(0, token + t.lo_at);
       x.hi[r] = max_of(0, min_of(token + t.hi_at, t.s.len_k));
     }
-    x.plain = t.scoring.cap == 0.0f && t.scoring.scale > 0.0f && !p.alibi;
-    x.factor = x.plain ? t.scoring.scale : 1.0f;
-    x.clear_first = quotient(max_of(0, token_of(warp_row + kBoxRows - 1) + t.lo_at) + kN - 1, kN);
-    x.clear_last = x.plain ? quotient(max_of(0, min_of(token_of(warp_row) + t.hi_at, t.s.len_k)), kN) : 0;
+    const bool plain = t.factor > 0.0f;
+    x.factor = plain ? t.factor : 1.0f;
+    x.clear_first = quotient(max_of(0, token_of(t, row_of_warp + kBoxRows - 1) + t.lo_at) + kN - 1, kN);
+    x.clear_last = plain ? quotient(max_of(0, min_of(token_of(t, row_of_warp) + t.hi_at, t.s.len_k)), kN) : 0;
     return x;
   }
 
@@ -439,7 +441,7 @@ struct PrefillSm90 {
   static constexpr float kLag = 8.0f;
 
   // Products of a block to scores that have a bias or a cap.
-  PA_DEVICE void adjust(const Tile& t, const Score& scoring, int key, int first_row, float (&s)[kN / 2]) const {
+  PA_DEVICE void adjust(const Tile& t, const Score& scoring, int key, int row, float (&s)[kN / 2]) const {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) s[i] *= scoring.scale;
     if (scoring.cap > 0.0f) {
@@ -449,21 +451,21 @@ struct PrefillSm90 {
     if (!p.alibi) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Row row = row_of(p, t.s, t.b, t.head_kv, first_row + 8 * r);
-      const int at = row.position - key - 2 * (warp::lane() & 3);
+      const Row of = row_of(p, t.s, t.b, t.head_kv, t.first_row + row + 8 * r);
+      const int at = of.position - key - 2 * (warp::lane() & 3);
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int distance = at - 8 * j - e;
-          s[4 * j + 2 * r + e] -= row.slope * static_cast<float>(distance < 0 ? -distance : distance);
+          s[4 * j + 2 * r + e] -= of.slope * static_cast<float>(distance < 0 ? -distance : distance);
         }
     }
   }
 
   // What blocks that are not clear ask for besides: scores that are not plain, masks.
-  PA_DEVICE void edges(const Tile& t, const Rows& rows, int key, int first_row, float (&s)[kN / 2]) const {
-    if (!rows.plain) adjust(t, t.scoring, key, first_row, s);
+  PA_DEVICE void edges(const Tile& t, const Rows& rows, int key, int row, float (&s)[kN / 2]) const {
+    if (t.factor == 0.0f) adjust(t, t.scoring, key, row, s);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int begin = before(rows.lo[r] - key), end = before(rows.hi[r] - key);
@@ -484,8 +486,8 @@ struct PrefillSm90 {
   static PA_DEVICE u32 low_bits(int n) { return n >= 32 ? ~0u : (1u << max_of(0, n)) - 1; }
 
   // Masks a block's scores and finds the maxima, `top`, of what this lane has of its rows. Whether m is to follow, in any row of this warp.
-  PA_DEVICE bool maxima(const Tile& t, const Rows& rows, const State& st, int block, int first_row, float (&s)[kN / 2], float (&top)[2]) const {
-    if (block < rows.clear_first || block >= rows.clear_last) edges(t, rows, block * kN, first_row, s);
+  PA_DEVICE bool maxima(const Tile& t, const Rows& rows, const State& st, int block, int row, float (&s)[kN / 2], float (&top)[2]) const {
+    if (block < rows.clear_first || block >= rows.clear_last) edges(t, rows, block * kN, row, s);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float tops[4];  // four chains: one would wait for itself
@@ -549,27 +551,29 @@ struct PrefillSm90 {
   }
 
   // What to multiply this thread's rows of o by; their lse is written.
-  PA_DEVICE void finish_rows(const Tile& t, const State& st, int first_row, float (&factor)[2]) const {
+  PA_DEVICE void finish_rows(const Tile& t, const State& st, int row, float (&factor)[2]) const {
     float v_factor = p.v_factor;
     if (p.v_scale) v_factor *= p.v_scale[t.b * p.scale_batch_v + t.head_kv * p.scale_head_v];
+    const float l[2] = {warp::reduce_sum<4>(st.l[0]), warp::reduce_sum<4>(st.l[1])};
+    if (!p.lse && !p.sinks) {  // what is left of `finish`
 #pragma unroll
+      for (int r = 0; r < 2; ++r) factor[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r] * v_factor;
+      return;
+    }
+#pragma unroll 1
     for (int r = 0; r < 2; ++r) {
-      const float l = warp::reduce_sum<4>(st.l[r]);
-      if (!p.lse && !p.sinks) {  // what is left of `finish`
-        factor[r] = l == 0.0f ? 0.0f : 1.0f / l * v_factor;
-        continue;
+      const int packed = t.first_row + row + 8 * r, token = token_of(t, row + 8 * r), head = t.head_kv * p.group + packed - token * p.group;
+      Finish f = {0.0f, 0.0f};
+      if (packed < t.s.len_q * p.group) {
+        f = finish<T>(p, r ? st.m[1] : st.m[0], r ? l[1] : l[0], head);
+        if (p.lse && (warp::lane() & 3) == 0) p.lse[lse_offset(p, t.s, t.b, token, head)] = f.lse;
       }
-      const int packed = first_row + 8 * r, token = token_of(packed), head = t.head_kv * p.group + packed - token * p.group;
-      factor[r] = 0.0f;
-      if (packed >= t.s.len_q * p.group) continue;
-      const Finish f = finish<T>(p, st.m[r], l, head);
-      if (p.lse && (warp::lane() & 3) == 0) p.lse[lse_offset(p, t.s, t.b, token, head)] = f.lse;
-      factor[r] = f.factor * v_factor;
+      (r ? factor[1] : factor[0]) = f.factor * v_factor;
     }
   }
 
   // This warp's 16 rows to out, in boxes, through `room`, where their q was; stores_read is to follow before it is another tile's.
-  PA_DEVICE void write_boxes(const Tile& t, const State& st, int warp_row, const float (&factor)[2], u8* room) const {
+  PA_DEVICE void write_boxes(const Tile& t, const State& st, int row_of_warp, const float (&factor)[2], u8* room) const {
     const int lane = warp::lane(), row = lane & 15;
 #pragma unroll
     for (int j = 0; j < kD / 8; j += 2) {
@@ -585,7 +589,7 @@ struct PrefillSm90 {
     warp::wave_sync();
     // What one lane says is in uniform registers, where stores take it from.
     const int head = warp::shfl_idx<32>(t.head_kv * p.group, 0), b = warp::shfl_idx<32>(p.cu_q ? 0 : t.b, 0);
-    const int token = warp::shfl_idx<32>(static_cast<int>(t.s.start_q) + token_of(warp_row), 0);
+    const int token = warp::shfl_idx<32>(static_cast<int>(t.s.start_q) + token_of(t, row_of_warp), 0);
     if (lane == 0) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
@@ -595,11 +599,11 @@ struct PrefillSm90 {
   }
 
   // This thread's rows to out. Four lanes hold a row, two elements of every eight; they trade so that each holds eight of every 32.
-  PA_DEVICE void write_rows(const Tile& t, const State& st, int first_row, const float (&factors)[2]) const {
+  PA_DEVICE void write_rows(const Tile& t, const State& st, int row, const float (&factors)[2]) const {
     const int total = t.s.len_q * p.group, column = warp::lane() & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int packed = first_row + 8 * r, token = token_of(packed), head = t.head_kv * p.group + packed - token * p.group;
+      const int packed = t.first_row + row + 8 * r, token = token_of(t, row + 8 * r), head = t.head_kv * p.group + packed - token * p.group;
       const bool there = packed < total;
       const i64 offset = there ? out_offset(p, t.s, t.b, token, head) : 0;
       const float factor = factors[r];
@@ -664,7 +668,7 @@ struct PrefillSm90 {
     constexpr bool kAhead = kQStages == 2;  // q of the next tile is there, or on its way, before this one's has been used
     const int group = warp::shfl_idx<32>(thread_x() / kGroup, 0) - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
     const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
-    const int row_of_warp = group * 64 + warp::shfl_idx<32>(thread_x() % kGroup / 32, 0) * kBoxRows;
+    const int row_of_warp = group * 64 + warp::shfl_idx<32>(thread_x() % kGroup / 32, 0) * kBoxRows, row = row_of_warp + warp::lane() / 4;
     if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
     Ring<kQStages> qs;
     Ring<kKStages> ks;
@@ -688,7 +692,6 @@ struct PrefillSm90 {
         st.m[r] = -PA_INFINITY;
         st.l[r] = 0.0f;
       }
-      const int warp_row = t.first_row + row_of_warp, first_row = warp_row + warp::lane() / 4;
       float finished[2];
       sm90::products_wait<0>();
       sm90::pin(s);
@@ -697,7 +700,7 @@ struct PrefillSm90 {
         int n = last - 1;
         release(kEmptyK + ks.stage);
         ks.next();
-        if (maxima(t, rows, st, n, first_row, s, top)) follow(st, top, shrink);  // nothing was before
+        if (maxima(t, rows, st, n, row, s, top)) follow(st, top, shrink);  // nothing was before
         weigh(st, rows.factor, s);
         pack(st, s);
         if (kAhead && tiles > 0) give_q(1 - stage);
@@ -719,7 +722,7 @@ struct PrefillSm90 {
           ks.next();
           // When maxima are known p.v has ended, or will soon: weights can be packed as they are computed. The wait stands in both branches:
           // before them, the compiler would move it into what is to happen beside the products.
-          if (maxima(t, rows, st, n - 1, first_row, s, top)) {
+          if (maxima(t, rows, st, n - 1, row, s, top)) {
             follow(st, top, shrink);
             sm90::products_wait<0>();
             sm90::pin(st.o);
@@ -748,7 +751,7 @@ struct PrefillSm90 {
           if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
           rows = look_at(next, row_of_warp);
         }
-        finish_rows(t, st, first_row, finished);  // beside the products
+        finish_rows(t, st, row, finished);  // beside the products
         sm90::products_wait<kAhead ? 1 : 0>();
         sm90::pin(st.o);
         release(kEmptyV + vs.stage);
@@ -758,17 +761,17 @@ struct PrefillSm90 {
         await(kFullQ + qs.stage, qs.parity);
         begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
         rows = look_at(next, row_of_warp);
-        finish_rows(t, st, first_row, finished);
+        finish_rows(t, st, row, finished);
       } else {
-        finish_rows(t, st, first_row, finished);
+        finish_rows(t, st, row, finished);
       }
       sm90::meet<kGroup>(kWriters + group);  // all products that read q are over
       // Told by one lane, so that the compiler knows that all lanes go one way and keeps descriptors in uniform registers.
-      const bool boxed = warp::shfl_idx<32>(static_cast<int>(p.flags & kMappedOut && warp_row + kBoxRows <= t.s.len_q * p.group), 0);
+      const bool boxed = warp::shfl_idx<32>(static_cast<int>(p.flags & kMappedOut && t.first_row + row_of_warp + kBoxRows <= t.s.len_q * p.group), 0);
       u8* room = q_tile + stage * kQBytes + group * kGroupBytes + row_of_warp % 64 * 128;
       if (!kAhead && !boxed) give_q(stage);
-      if (boxed) write_boxes(t, st, warp_row, finished, room);
-      else write_rows(t, st, first_row, finished);
+      if (boxed) write_boxes(t, st, row_of_warp, finished, room);
+      else write_rows(t, st, row, finished);
       if (!kAhead && boxed) give_q(stage);
       if (!kAhead) {
         await(kFullQ, qs.parity);

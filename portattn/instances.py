@@ -245,7 +245,7 @@ def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:
     q, stage = row * 64 * consumers, row * n
     q *= 2 if 2 * q + 4 * stage <= room else 1
     k_stages = 3 if q + 5 * stage <= room else 2
-    return q + (2 + k_stages) * stage + 920 + 16 * (k_stages - 2)
+    return q + (2 + k_stages) * stage + 984 + 16 * (k_stages - 2)
 
 
 def prefill_sm90_shape(dtype: str, dim: int) -> Shape:
