@@ -738,19 +738,17 @@ struct PrefillSm90 {
           weigh(st, rows.factor, s);
           pack(st, s);
         }
-        if (kAhead) {
-          await(kFullQ + qs.stage, qs.parity);
-          if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
-        }
+        if (kAhead) await(kFullQ + qs.stage, qs.parity);
+        if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
         await(kFullV + vs.stage, vs.parity);
         sm90::pin(st.o);
         sm90::products_begin();
         values(st, ahead(v, vs.stage * kStageBytes));
         if (kAhead) {
           begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
-          if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
           rows = look_at(next, row_of_warp);
         }
+        if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
         finish_rows(t, st, row, finished);  // beside the products
         sm90::products_wait<kAhead ? 1 : 0>();
         sm90::pin(st.o);

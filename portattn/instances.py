@@ -235,7 +235,7 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
 
 
 # Head size: (warpgroups that compute, keys at a time) of the Hopper prefill kernel.
-SM90_TILES = {64: (2, 160), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 96), 256: (2, 80)}
+SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 80), 256: (2, 64)}
 
 
 def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:

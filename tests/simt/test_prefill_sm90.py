@@ -116,6 +116,27 @@ def test_a_q_that_is_not_aligned():
     check(call._replace(q=shifted), args, kw)
 
 
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (16, 1), (32, 1), (5, 1)], ids=str)  # groups of which a box of 16 rows holds whole tokens, and others
+@pytest.mark.parametrize("options", [dict(), dict(window=(20, 9), causal=False)], ids=["causal", "window"])
+def test_groups(heads, options):
+    q_lens = [-(-150 // (heads[0] // heads[1])), 65, -(-65 // (heads[0] // heads[1]))]
+    check(*paged([260, 70, 133], q_lens=q_lens, heads=heads, **options), order=host.REVERSE, blocks=1)
+
+
+@pytest.mark.parametrize("order", [host.FORWARD, host.REVERSE, host.RANDOM])
+@pytest.mark.parametrize("dim, n", [(64, 64), (256, 64)])  # with room for q of two tiles, and of one
+def test_boxes_of_out_stay_within_their_sequence(dim, n, order):
+    """The same bits as without maps, and nothing else is written: rows of q and out that belong to no sequence lie behind the last."""
+    call, args, kw = paged([150, 90, 200, 40], q_lens=[150, 77, 131, 33], dim=dim, heads=(2, 2), dtype=torch.float16)
+    q = torch.cat([call.q, torch.full((20, 2, dim), float("nan"), dtype=call.q.dtype)])
+    call = call._replace(q=q)
+    out, lse = prefill_sm90(call, n=n, order=order, more_flags=native.ALL_TILES)
+    plain, plain_lse = prefill_sm90(call, n=n, maps=False, more_flags=native.ALL_TILES)
+    assert torch.equal(out[:391], plain[:391]) and torch.equal(lse[:391], plain_lse[:391]) and out[391:].isnan().all()
+    want, _ = reference.attention_paged(*args, **kw)
+    close_out(out[:391], want, reference.plain(reference.attention_paged, *args, **kw)[0], call.q.dtype)
+
+
 @pytest.mark.parametrize("scale", [0.125, -0.5, 0.0])
 def test_dense(scale):
     g = torch.Generator().manual_seed(3)
