@@ -19,7 +19,7 @@
 //            one page. A sequence's last block, of which no byte past the length may count, the block at the left edge of a
 //            tile's windows, before which pages may hold anything, and keys that no tensor map describes come in
 //            asynchronous copies of 16 bytes, or elements. q comes in boxes of 16 packed rows where a map describes it, and rows
-//            go to out that way, through the place where their q was, if all 16 are the sequence's.
+//            go to out that way, if all 16 are the sequence's.
 // Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 
@@ -50,9 +50,14 @@ struct PrefillSm90 {
   static constexpr int kBoxRows = 16;  // of q and out
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
   static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = 226 << 10;
-  // q of the next tile is copied early where there is room for it, and keys, which are wanted before values, a block earlier.
+  // q of the next tile is copied early where there is room for it. Rows go to out through a place of their own, all panels or one half after
+  // the other, where there is room for that, else through that of their q. Keys, which are wanted before values, are copied a block earlier.
   static constexpr int kQStages = 2 * kQBytes + 4 * kStageBytes <= kRoom ? 2 : 1;
-  static constexpr int kKStages = kQStages * kQBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
+  static constexpr int kOutPanels = 3 * kQBytes + 4 * kStageBytes <= kRoom ? kPanels
+      : kQStages == 1 && kPanels % 2 == 0 && 3 * kQBytes / 2 + 4 * kStageBytes <= kRoom ? kPanels / 2 : 0;
+  static constexpr bool kOwnOut = kOutPanels > 0;
+  static constexpr int kRowBytes = kQStages * kQBytes + kQBytes / kPanels * kOutPanels;  // of q and out
+  static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
   static constexpr int kTakeRegisters = kD > 192 ? 216 : kD > 64 ? 208 : 200;
   static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
@@ -83,7 +88,7 @@ struct PrefillSm90 {
     int sums[4];
     int prefix[sm90::kGroup + 1];
   };
-  static constexpr int kWork = kQStages * kQBytes + (kKStages + kVStages) * kStageBytes;
+  static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
@@ -95,7 +100,7 @@ struct PrefillSm90 {
   const u32 group_inverse;  // 2^32 over p.group, rounded up; nothing for a group of one
 
   PA_DEVICE PrefillSm90(const AttentionParams& params, const TileMaps& tile_maps, u8* memory)
-      : p(params), maps(tile_maps), q_tile(memory), k_tile(memory + kQStages * kQBytes), v_tile(memory + kQStages * kQBytes + kKStages * kStageBytes),
+      : p(params), maps(tile_maps), q_tile(memory), k_tile(memory + kRowBytes), v_tile(memory + kRowBytes + kKStages * kStageBytes),
         control(*reinterpret_cast<Control*>(memory + kWork)), group_inverse(p.group > 1 ? 0xffffffffu / static_cast<u32>(p.group) + 1 : 0) {}
 
   // The token of a tile's row. Exact for rows plus groups up to 2^16.
@@ -572,29 +577,35 @@ struct PrefillSm90 {
     }
   }
 
-  // This warp's 16 rows to out, in boxes, through `room`, where their q was; stores_read is to follow before it is another tile's.
+  // This warp's 16 rows to out, in boxes, through `room`; stores_read is to come before that is written again.
   PA_DEVICE void write_boxes(const Tile& t, const State& st, int row_of_warp, const float (&factor)[2], u8* room) const {
+    constexpr int kEach = kOwnOut ? kOutPanels : kPanels;
     const int lane = warp::lane(), row = lane & 15;
-#pragma unroll
-    for (int j = 0; j < kD / 8; j += 2) {
-      u32 w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * (j + i / 2) + 2 * (i % 2);
-        w[i] = pack2<T>(st.o[at] * factor[i % 2], st.o[at + 1] * factor[i % 2]);
-      }
-      sm90::store_matrices(room + j / 8 * kRowPanelBytes + sm90::place(row, (j & 7) + lane / 16), w);
-    }
-    sm90::stores_see_writes();
-    warp::wave_sync();
     // What one lane says is in uniform registers, where stores take it from.
     const int head = warp::shfl_idx<32>(t.head_kv * p.group, 0), b = warp::shfl_idx<32>(p.cu_q ? 0 : t.b, 0);
     const int token = warp::shfl_idx<32>(static_cast<int>(t.s.start_q) + token_of(t, row_of_warp), 0);
-    if (lane == 0) {
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
-        sm90::store_box(maps.out, panel * sm90::kPanel, head, token, b, room + panel * kRowPanelBytes);
-      sm90::stores_commit();
+    for (int from = 0; from < kPanels; from += kEach) {
+      const int end = min_of(kD / 8, 8 * (from + kEach));
+      if (from) stores_read();
+#pragma unroll
+      for (int j = 8 * from; j < end; j += 2) {
+        u32 w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (j + i / 2) + 2 * (i % 2);
+          w[i] = pack2<T>(st.o[at] * factor[i % 2], st.o[at + 1] * factor[i % 2]);
+        }
+        sm90::store_matrices(room + (j / 8 - from) * kRowPanelBytes + sm90::place(row, (j & 7) + lane / 16), w);
+      }
+      sm90::stores_see_writes();
+      warp::wave_sync();
+      if (lane == 0) {
+#pragma unroll
+        for (int panel = from; panel < from + kEach; ++panel)
+          sm90::store_box(maps.out, panel * sm90::kPanel, head, token, b, room + (panel - from) * kRowPanelBytes);
+        sm90::stores_commit();
+      }
     }
   }
 
@@ -703,7 +714,7 @@ struct PrefillSm90 {
         if (maxima(t, rows, st, n, row, s, top)) follow(st, top, shrink);  // nothing was before
         weigh(st, rows.factor, s);
         pack(st, s);
-        if (kAhead && tiles > 0) give_q(1 - stage);
+        if (kAhead && !kOwnOut && tiles > 0) give_q(1 - stage);
         bool ready = sm90::reached(barrier(kFullK + ks.stage), ks.parity);
 #pragma unroll 1
         for (; n > first; --n) {
@@ -738,6 +749,7 @@ struct PrefillSm90 {
           weigh(st, rows.factor, s);
           pack(st, s);
         }
+        if (kOwnOut) release(kEmptyQ + stage);
         if (kAhead) await(kFullQ + qs.stage, qs.parity);
         if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
         await(kFullV + vs.stage, vs.parity);
@@ -755,22 +767,26 @@ struct PrefillSm90 {
         release(kEmptyV + vs.stage);
         vs.next();
       } else if (kAhead) {  // no row sees a key
-        if (tiles > 0) give_q(1 - stage);
+        if (kOwnOut) give_q(stage);
+        else if (tiles > 0) give_q(1 - stage);
         await(kFullQ + qs.stage, qs.parity);
         begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
         rows = look_at(next, row_of_warp);
         finish_rows(t, st, row, finished);
       } else {
+        if (kOwnOut) give_q(stage);
         finish_rows(t, st, row, finished);
       }
-      sm90::meet<kGroup>(kWriters + group);  // all products that read q are over
+      if (kOwnOut) stores_read();
+      else sm90::meet<kGroup>(kWriters + group);  // all products that read q are over
       // Told by one lane, so that the compiler knows that all lanes go one way and keeps descriptors in uniform registers.
       const bool boxed = warp::shfl_idx<32>(static_cast<int>(p.flags & kMappedOut && t.first_row + row_of_warp + kBoxRows <= t.s.len_q * p.group), 0);
-      u8* room = q_tile + stage * kQBytes + group * kGroupBytes + row_of_warp % 64 * 128;
-      if (!kAhead && !boxed) give_q(stage);
+      u8* room = q_tile + (kOwnOut ? kQStages * kQBytes + group * kOutPanels * kRowPanelBytes : stage * kQBytes + group * kGroupBytes) +
+                 row_of_warp % 64 * 128;
+      if (!kAhead && !kOwnOut && !boxed) give_q(stage);
       if (boxed) write_boxes(t, st, row_of_warp, finished, room);
       else write_rows(t, st, row, finished);
-      if (!kAhead && boxed) give_q(stage);
+      if (!kAhead && !kOwnOut && boxed) give_q(stage);
       if (!kAhead) {
         await(kFullQ, qs.parity);
         begin_scores(next, q, k, ks, s);
@@ -782,10 +798,14 @@ struct PrefillSm90 {
     sm90::stores_read();
   }
 
-  // Gives q's stage back, when what went to out through it has been read.
-  PA_DEVICE void give_q(int stage) const {
+  // When what this warp has begun to store has been read.
+  PA_DEVICE void stores_read() const {
     sm90::stores_read();
     warp::wave_sync();
+  }
+  // Gives q's stage back, when what went to out through it has been read.
+  PA_DEVICE void give_q(int stage) const {
+    stores_read();
     release(kEmptyQ + stage);
   }
 

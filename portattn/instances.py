@@ -239,13 +239,13 @@ SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 
 
 
 def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:
-    """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, two or three stages of k and two of v, in panels of 64 columns;
-    its Control."""
+    """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, out, if there is more, two or three stages of k and two of v, in
+    panels of 64 columns; its Control."""
     row, room = -(-dim // 64) * 128, 226 << 10
     q, stage = row * 64 * consumers, row * n
-    q *= 2 if 2 * q + 4 * stage <= room else 1
-    k_stages = 3 if q + 5 * stage <= room else 2
-    return q + (2 + k_stages) * stage + 984 + 16 * (k_stages - 2)
+    rows = next(halves for halves in (6, 4, *((3,) if dim > 192 else ()), 2) if halves * q // 2 + 4 * stage <= room) * q // 2
+    k_stages = 3 if rows + 5 * stage <= room else 2
+    return rows + (2 + k_stages) * stage + 984 + 16 * (k_stages - 2)
 
 
 def prefill_sm90_shape(dtype: str, dim: int) -> Shape:
