@@ -409,7 +409,7 @@ def test_tensor_maps_follow_the_tensors_and_say_a_page_is_a_box(hopper):
     for _ in range(2):
         run(call)
     assert seen(hopper)["flags"] & ALL_MAPPED == ALL_MAPPED
-    assert maps(hopper) == (*(x.data_ptr() for x in (call.k, call.v, call.q, call.out)), 16, 10)
+    assert maps(hopper) == (*(x.data_ptr() for x in (call.k, call.v, call.q, call.out)), 16, 8)
     found = [x for x in log(hopper.library) if x.startswith("map")]
     assert len(found) == encoded + 4 and "shape 64 2 16 5 box 64 1" in found[-3] and "shape 64 8 70 3 box 64 4" in found[-1], "once for two calls on the same tensors"
     other = call._replace(k=call.k.clone())
@@ -443,7 +443,7 @@ def test_what_no_map_describes_takes_the_other_copies(hopper, monkeypatch):
     (dict(q=torch.zeros(3, 70, 8, 68, dtype=torch.bfloat16)[..., :64]), native.MAPPED_OUT),  # strides of 8 bytes
 ], ids=["group", "rotary", "float", "strides"])
 def test_q_and_out_are_mapped_where_boxes_are_what_the_kernel_takes(hopper, changed, flags):
-    _, mapped = native.tile_maps(hopper.driver.encode_map, call := chunk(**changed), native.mapped(call.out), 160, native.OUT_ALIGNED)
+    _, mapped = native.tile_maps(hopper.driver.encode_map, call := chunk(**changed), native.mapped(call.out), 128, native.OUT_ALIGNED)
     assert mapped == flags
 
 
