@@ -1,8 +1,8 @@
-// Entry point of prefill_sm90.h: PA_T, PA_D, PA_CONSUMERS warpgroups that compute, PA_N keys at a time.
+// Entry point of prefill_sm90.h: PA_T of q, PA_C of keys and values, PA_D, PA_CONSUMERS warpgroups that compute, PA_N keys at a time.
 #include "prefill_sm90.h"
 
 using namespace portattn;
-using Kernel = PrefillSm90<PA_T, PA_D, PA_CONSUMERS, PA_N>;
+using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
 portattn_prefill_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TileMaps maps) {

@@ -39,17 +39,20 @@ struct TileMaps {
 };
 
 // kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
-template <class T, int kD, int kConsumers, int kN, int kTogether = (32 << 20) / (4 * kD)>
+template <class T, class C, int kD, int kConsumers, int kN, int kTogether = (32 << 20) / (4 * kD)>
 struct PrefillSm90 {
   static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kGroups = kN / 16;        // of keys: a group lies in one page where pages are uniform
-  static constexpr int kPieces = kD / 8;         // 16-byte chunks of a row
+  static constexpr int kPieces = kD / 8;         // 16-byte chunks of a row of q
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
   static constexpr int kBoxRows = 16;  // of q and out
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
-  static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = 226 << 10;
+  // Keys and values of 8 bits lie as they came until the threads that copied them make stages of them, two blocks in turn.
+  static constexpr bool kWiden = sizeof(C) == 1;
+  static constexpr int kRawPieces = kD / 16, kRawBytes = kWiden ? kN * kD : 0;  // 16-byte chunks of a row; of a block
+  static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = (226 << 10) - 2 * kRawBytes;
   // q of the next tile is copied early where there is room for it. Rows go to out through a place of their own, all panels or one half after
   // the other, where there is room for that, else through that of their q. Keys, which are wanted before values, are copied a block earlier.
   static constexpr int kQStages = 2 * kQBytes + 4 * kStageBytes <= kRoom ? 2 : 1;
@@ -88,7 +91,7 @@ struct PrefillSm90 {
     int sums[4];
     int prefix[sm90::kGroup + 1];
   };
-  static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes;
+  static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes + 2 * kRawBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
@@ -96,11 +99,13 @@ struct PrefillSm90 {
   u8* q_tile;
   u8* k_tile;
   u8* v_tile;
+  u8* raw_tile;
   Control& control;
   const u32 group_inverse;  // 2^32 over p.group, rounded up; nothing for a group of one
 
   PA_DEVICE PrefillSm90(const AttentionParams& params, const TileMaps& tile_maps, u8* memory)
       : p(params), maps(tile_maps), q_tile(memory), k_tile(memory + kRowBytes), v_tile(memory + kRowBytes + kKStages * kStageBytes),
+        raw_tile(memory + kRowBytes + (kKStages + kVStages) * kStageBytes),
         control(*reinterpret_cast<Control*>(memory + kWork)), group_inverse(p.group > 1 ? 0xffffffffu / static_cast<u32>(p.group) + 1 : 0) {}
 
   // The token of a tile's row. Exact for rows plus groups up to 2^16.
@@ -188,12 +193,16 @@ struct PrefillSm90 {
 
   // ---- copying
 
-  // Stages, tiles so far, and the barrier that is yet to be told of copies on their way, or -1.
+  // Stages, tiles so far, and the barrier that is yet to be told of copies on their way, or -1; where those are to be widened to, if they are, and
+  // the barrier that says when there is room.
   struct Copier {
     Ring<kQStages> q;
     Ring<kKStages> k;
     Ring<kVStages> v;
     int tiles = 0, untold = -1;
+    u8* wide = nullptr;
+    int empty = 0, raw = 0;
+    u32 parity = 0;
   };
 
   // Waits until a stage is free; at its first turn it is.
@@ -203,6 +212,13 @@ struct PrefillSm90 {
   PA_DEVICE void tell(Copier& c) const {
     if (c.untold < 0) return;
     copy_wait<kBut>();
+    if constexpr (kWiden) {
+      if (c.wide) {
+        acquire(c.empty, c.parity);
+        widen_pieces(raw_tile + (c.raw ^ 1) * kRawBytes, c.wide);
+        c.wide = nullptr;
+      }
+    }
     sm90::products_see_copies();
     sm90::arrive(barrier(c.untold));
     c.untold = -1;
@@ -233,6 +249,15 @@ struct PrefillSm90 {
     if (kOfV) c.v.next();
     else c.k.next();
     u8* to = (kOfV ? v_tile : k_tile) + stage * kStageBytes;
+    if (kWiden) {
+      copy_pieces(t, block, kOfV, raw_tile + c.raw * kRawBytes);
+      begun(c, full);
+      c.wide = to;
+      c.empty = empty;
+      c.parity = parity;
+      c.raw ^= 1;
+      return;
+    }
     if (block < t.boxed_first || block >= t.boxed) {
       acquire(empty, parity);
       copy_pieces(t, block, kOfV, to);
@@ -253,11 +278,16 @@ struct PrefillSm90 {
     tell<0>(c);
   }
 
+  // A block by the threads, each its pieces of 16 bytes: to a stage, or as they are, one behind the other.
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(C)), kRowPieces = kD / kElements;  // of a piece; of a row
+  static constexpr int kPiecesEach = ceil_div(16 * kRowPieces, sm90::kGroup);                   // of sixteen rows, for a thread
+  static PA_DEVICE u8* place_of(u8* to, int row, int piece) {
+    return to + (kWiden ? (row * kRowPieces + piece) * 16 : piece / 8 * kPanelBytes + sm90::place(row, piece & 7));
+  }
   PA_DEVICE void copy_pieces(const Tile& t, int block, bool of_v, u8* to) const {
     const int dim = of_v ? p.head_dim_v : p.head_dim;
-    const T* from = static_cast<const T*>(of_v ? p.v : p.k);
+    const C* from = static_cast<const C*>(of_v ? p.v : p.k);
     const int left = t.s.len_k - block * kN, skip = t.lo - block * kN;  // of keys past the length, and of those before `lo`, no byte is read
-    constexpr int kEach = ceil_div(16 * kPieces, sm90::kGroup);
     const i64 token_stride = of_v ? p.v_token : p.k_token;
     const bool together = (p.flags & (kUniformPages | kAligned)) == (kUniformPages | kAligned);
     if (together) {
@@ -270,30 +300,63 @@ struct PrefillSm90 {
       }
 #pragma unroll 1
       for (int g = 0; g < kGroups; ++g) {
-        const T* begin = from + warp::shfl_idx<32>(lane_offset, g);
+        const C* begin = from + warp::shfl_idx<32>(lane_offset, g);
 #pragma unroll 1
-        for (int j = 0; j < kEach; ++j) {
-          const int piece = j * sm90::kGroup + thread_x(), r = piece / kPieces, c = piece % kPieces;
-          if (16 * kPieces % sm90::kGroup != 0 && piece >= 16 * kPieces) break;
-          copy_async16(to + g * 16 * 128 + c / 8 * kPanelBytes + sm90::place(r, c & 7), begin + r * token_stride + c * 8,
-                       g * 16 + r < left && g * 16 + r >= skip ? min_of(16, max_of(0, dim - c * 8) * 2) : 0);
+        for (int j = 0; j < kPiecesEach; ++j) {
+          const int piece = j * sm90::kGroup + thread_x(), r = piece / kRowPieces, c = piece % kRowPieces, row = g * 16 + r;
+          if (16 * kRowPieces % sm90::kGroup != 0 && piece >= 16 * kRowPieces) break;
+          copy_async16(place_of(to, row, c), begin + r * token_stride + c * kElements,
+                       row < left && row >= skip ? min_of(kElements, max_of(0, dim - c * kElements)) * static_cast<int>(sizeof(C)) : 0);
         }
       }
     } else {
 #pragma unroll 1
-      for (int piece = thread_x(); piece < kN * kPieces; piece += sm90::kGroup) {
-        const int r = piece / kPieces, c = piece % kPieces, key = block * kN + r;
-        const int n = r < left && r >= skip ? min_of(8, max_of(0, dim - c * 8)) : 0;
+      for (int i = 0; i < kGroups * kPiecesEach; ++i) {
+        const int g = i / kPiecesEach, piece = i % kPiecesEach * sm90::kGroup + thread_x(), r = g * 16 + piece / kRowPieces, c = piece % kRowPieces;
+        if (16 * kRowPieces % sm90::kGroup != 0 && piece >= 16 * kRowPieces) continue;
+        const int n = r < left && r >= skip ? min_of(kElements, max_of(0, dim - c * kElements)) : 0, key = block * kN + r;
         i64 at = 0;
         if (n) {
           const KvOffset o = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
-          at = (of_v ? o.v : o.k) + c * 8;
+          at = (of_v ? o.v : o.k) + c * kElements;
         }
-        u8* place = to + c / 8 * kPanelBytes + sm90::place(r, c & 7);
-        if (p.flags & kAligned) copy_async16(place, from + at, n * 2);
-        else copy_elements16(place, from + at, n);
+        if (p.flags & kAligned) copy_async16(place_of(to, r, c), from + at, n * static_cast<int>(sizeof(C)));
+        else copy_elements16(place_of(to, r, c), from + at, n);
       }
     }
+  }
+
+  // This thread's pieces of a block of 8 bits, copied by now, to a stage.
+  PA_DEVICE void widen_pieces(const u8* raw, u8* to) const {
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+      for (int j = 0; j < kPiecesEach; ++j) {
+        const int piece = j * sm90::kGroup + thread_x(), row = g * 16 + piece / kRawPieces, c = piece % kRawPieces * 2;
+        if (16 * kRawPieces % sm90::kGroup != 0 && piece >= 16 * kRawPieces) break;
+        const Bytes16 x = *reinterpret_cast<const Bytes16*>(raw + (g * 16 * kRawPieces + piece) * 16);
+        u32 y[8];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) widen4(x.x[i], y[2 * i], y[2 * i + 1]);
+        u8* panel = to + c / 8 * kPanelBytes;
+        *reinterpret_cast<Bytes16*>(panel + sm90::place(row, c & 7)) = {{y[0], y[1], y[2], y[3]}};
+        *reinterpret_cast<Bytes16*>(panel + sm90::place(row, (c & 7) + 1)) = {{y[4], y[5], y[6], y[7]}};
+      }
+  }
+  // Four values to two pairs, exactly.
+  static PA_DEVICE void widen4(u32 four, u32& low, u32& high) {
+    if (Fp8<C>::kMantissa == 3) {
+      halves_of_e4m3(four, low, high);
+    } else {  // e5m2 is the upper half of an f16
+      low = pick_bytes(four, 0, 0x1404);
+      high = pick_bytes(four, 0, 0x3424);
+    }
+    if (!kIsBf16<T>) return;
+    low = both_of(low);
+    high = both_of(high);
+  }
+  static PA_DEVICE u32 both_of(u32 halves) {
+    return pack2<T>(to_float(f16{static_cast<u16>(halves)}), to_float(f16{static_cast<u16>(halves >> 16)}));
   }
 
   // A tile before may be waited for, whose q, or whose next tile's, is yet to be told of.

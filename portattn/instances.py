@@ -234,25 +234,29 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
     return Shape(Instance("mixed", options), waves * limits.wave, shared, few.unit, blocks, 16 * m * waves)
 
 
-# Head size: (warpgroups that compute, keys at a time) of the Hopper prefill kernel.
+# 8-bit caches of the Hopper prefill kernel.
+SM90_CACHES = ("float8_e4m3fn", "float8_e5m2")
+# Head size: (warpgroups that compute, keys at a time).
 SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 80), 256: (2, 64)}
 
 
-def prefill_sm90_shared(dim: int, consumers: int, n: int) -> int:
+def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
     """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, out, if there is more, two or three stages of k and two of v, in
-    panels of 64 columns; its Control."""
-    row, room = -(-dim // 64) * 128, 226 << 10
+    panels of 64 columns; two blocks of 8 bits; its Control."""
+    raw = 2 * n * dim if kv_bytes == 1 else 0
+    row, room = -(-dim // 64) * 128, (226 << 10) - raw
     q, stage = row * 64 * consumers, row * n
     rows = next(halves for halves in (6, 4, *((3,) if dim > 192 else ()), 2) if halves * q // 2 + 4 * stage <= room) * q // 2
     k_stages = 3 if rows + 5 * stage <= room else 2
-    return rows + (2 + k_stages) * stage + 984 + 16 * (k_stages - 2)
+    return rows + (2 + k_stages) * stage + raw + 984 + 16 * (k_stages - 2)
 
 
-def prefill_sm90_shape(dtype: str, dim: int) -> Shape:
+def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int) -> Shape:
     """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile."""
     consumers, n = SM90_TILES[dim]
-    options = (("PA_T", TYPES[dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
-    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), prefill_sm90_shared(dim, consumers, n), 0, 1, 64 * consumers, n)
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
+    shared = prefill_sm90_shared(1 if kv_dtype.startswith("float8") else 2, dim, consumers, n)
+    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), shared, 0, 1, 64 * consumers, n)
 
 
 def target(arch: str, instance: Instance) -> str:
@@ -297,7 +301,7 @@ def every_instance(limits: Limits) -> list[Instance]:
                     found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
                     found += [free_shape(dtype, kv, dim, limits, many, ragged).instance for many in (False, True) for ragged in (False, True)]
         if limits.wgmma:
-            found += [prefill_sm90_shape(dtype, dim).instance for dim in HEAD_DIMS]
+            found += [prefill_sm90_shape(dtype, kv, dim).instance for kv in (dtype, *SM90_CACHES) for dim in HEAD_DIMS]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
     return [*found, Instance("selftest", ())]

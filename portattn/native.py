@@ -30,6 +30,7 @@ from .instances import (
     PLAIN_CACHES,
     PLAIN_ROWS,
     QUEUES,
+    SM90_CACHES,
     TILE_ROWS,
     TYPES,
     Instance,
@@ -210,8 +211,9 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> S
     own, the prefill kernel of Hopper or of AMD's devices."""
     rows = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
     few = rows <= DECODE_ROWS
-    if limits.wgmma and problem.kv_dtype == problem.dtype and (not few or few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
-        return prefill_sm90_shape(problem.dtype, dim)
+    same = problem.kv_dtype == problem.dtype
+    if limits.wgmma and (not few and (same or problem.kv_dtype in SM90_CACHES) or same and few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
+        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim)
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
@@ -408,7 +410,7 @@ def tile_maps(encode: Any, call: Call, out: Mapped, keys: int, flags: int) -> tu
     """(what makes TileMaps for such calls, the flags of what is mapped): what is aligned and has strides that the driver accepts."""
     group, wanted = call.q.shape[-2] // call.k.shape[-2], []
     rows = math.gcd(call.k.shape[1], keys) if call.block_table is not None else keys
-    if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES:
+    if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and call.k.dtype is call.q.dtype:
         wanted.append([Mapping(place, place + 1, MAPPED, mapped(x), (1, rows, 1, 64)) for place, x in enumerate((call.k, call.v))])
     if BOX_ROWS % group == 0:
         box = (1, BOX_ROWS // group, group, 64)

@@ -126,6 +126,18 @@ def test_plain_decodes_over_eight_bit_caches(batch, dim, dtype):
     check(*problem(lens, [0 if b % 5 == 4 else 1 for b in range(batch)], (32, 8), dim, dim, 16, dtype, cache="e4m3", ragged=True, causal=True, **scales))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", [None, "e4m3", "e5m2"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_tiles_over_pages_of_every_cache(dim, cache, dtype):
+    """More blocks of rows than multiprocessors, so that each takes several; ragged, among single tokens, with a window, and of one head each."""
+    scales = dict(k_scale=torch.tensor(0.5), v_scale=torch.rand(8, generator=torch.Generator().manual_seed(1)) + 0.5) if cache else {}
+    lens = [900, 130, 0, 2300, 77, 640]
+    check(*problem(lens, (300,), (32, 8), dim, dim, 16, dtype, cache=cache, causal=True, **scales))
+    check(*problem(lens, [1, 130, 40, 600, 77, 1], (24, 8), dim, dim, 32, dtype, cache=cache, ragged=True, causal=True, window_size=(400, 0), **scales))
+    check(*problem(lens, (100,), (8, 8), dim, dim, 16, dtype, cache=cache, hnd=True, **scales))
+
+
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_value_of_an_eight_bit_cache_is_read_exactly(dtype, dim):

@@ -27,7 +27,10 @@ def serves(p):
 def test_each_kind_of_call_has_its_capability():
     assert serves(problem()) == serves(problem(kv_dtype="float8_e4m3fn", kv_scale=True)) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
     assert serves(problem(arch="sm_100")) == serves(problem(sinks=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
-    assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fn")) == "tiles"
+    assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fnuz")) == "tiles"
+    eight = dict(q_len="prefill", kv_dtype="float8_e4m3fn", kv_scale=True)
+    assert serves(problem(**eight)) == serves(problem(q_len="extend", kv_scale=True)) == "tiles_sm90_8bit"
+    assert serves(problem(**eight, head_dim=72, head_dim_v=72)) == serves(problem(**eight, page_size=8)) == "tiles"
     assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)) == "tiles_sm90_64"
     assert serves(problem(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64, alibi=True)) == "tiles_dense"
     assert serves(problem(q_len="extend", page_size=1)) == "tiles"
@@ -46,7 +49,7 @@ def test_cuda_comes_first_on_hopper_for_what_tensor_maps_take_else_triton_and_ot
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
     assert order(problem()) == ["cuda", "triton", "sdpa"] and order(problem(softcap=True)) == ["triton", "cuda", "sdpa"]
-    assert order(problem(q_len="extend")) == ["cuda", "triton", "sdpa"]
+    assert order(problem(q_len="extend")) == order(problem(q_len="extend", kv_dtype="float8_e5m2")) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     small = dict(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)
     assert order(problem(**small)) == order(problem(**small, window=True)) == order(problem(layout="dense", q_len="prefill")) == ["cuda", "triton", "sdpa"]

@@ -23,13 +23,14 @@ def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, orde
                  more_flags: int = 0, **more: int):
     """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps."""
     prepared = host.prepare(call, grid=1)
-    options = {name: prepared.launches[0].options[name] for name in ("t", "d")}
+    options = {name: prepared.launches[0].options[name] for name in ("t", "c", "d")}
     library = host.build("prefill_sm90", consumers=consumers, n=n, **options, **more)
     packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
     flags = int.from_bytes(packed[at : at + 4], "little")
     out = call.out if call.out is not None else prepared.out
     made, mapped = native.tile_maps(library.portattn_simt_encode if maps else None, call, native.mapped(out), n, flags)
-    assert bool(mapped & native.MAPPED) == (maps and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
+    same = call.k.dtype is call.q.dtype
+    assert bool(mapped & native.MAPPED) == (maps and same and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
     argument, addresses = made(), [x.data_ptr() for x in (call.q, call.k, call.v, out)]
     off = (native.MAPPED_Q if addresses[0] % 16 else 0) | (native.MAPPED_OUT if addresses[3] % 16 else 0)
     argument.move(addresses, off)
@@ -188,10 +189,26 @@ def test_heads_whose_keys_are_too_many_for_the_cache_come_in_sections():
     close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
 
 
+@pytest.mark.parametrize("cache", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype, dim, n, order, options", [
+    (torch.bfloat16, 64, 64, host.REVERSE, dict()), (torch.float16, 128, 128, host.RANDOM, dict(heads=(2, 2))), (torch.bfloat16, 80, 64, host.FORWARD, dict()),
+    (torch.float16, 192, 80, host.REVERSE, dict(heads=(2, 1))), (torch.bfloat16, 256, 64, host.REVERSE, dict(heads=(2, 1))),
+    (torch.bfloat16, 64, 64, host.RANDOM, dict(window=(40, 3), causal=False)), (torch.bfloat16, 64, 64, host.REVERSE, dict(offset=1)),
+    (torch.float16, 72, 64, host.FORWARD, dict(page=7)),
+], ids=str)
+def test_caches_of_8_bits(cache, dtype, dim, n, order, options):
+    """Each block widened by the threads that copied it; scales as a number and as a tensor."""
+    options = dict(heads=(4, 2)) | options
+    k_scale = 0.5 if cache == "e5m2" else torch.linspace(0.25, 1.5, options["heads"][1])
+    call, args, kw = paged([150, 33, 300, 0, 90], q_lens=[70, 1, 140, 0, 66], dim=dim, dtype=dtype, cache=cache, k_scale=k_scale, v_scale=2.0, **options)
+    check(call, args, kw, skip=(1, 3), n=n, order=order, blocks=1)
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", *instances.SM90_CACHES])
 @pytest.mark.parametrize("dim", instances.HEAD_DIMS)
-def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim):
-    shape = instances.prefill_sm90_shape("bfloat16", dim)
+def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim, kv):
+    shape = instances.prefill_sm90_shape("bfloat16", kv, dim)
     assert shape.shared <= instances.limits_of("sm_90").shared_block
-    if dim in (96, 192, 256):
+    if dim in (96, 192, 256) and kv != "float8_e5m2":
         options = {name[3:].lower(): value for name, value in shape.instance.options}
         assert host.build("prefill_sm90", **options).portattn_simt_shared_bytes() == shape.shared
