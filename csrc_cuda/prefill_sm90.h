@@ -298,7 +298,7 @@ struct PrefillSm90 {
         const KvOffset o = kv_offset(p, t.s, page_of(p, t.b, key), key, t.head_kv);
         lane_offset = of_v ? o.v : o.k;
       }
-#pragma unroll 1
+#pragma unroll (kWiden ? 4 : 1)
       for (int g = 0; g < kGroups; ++g) {
         const C* begin = from + warp::shfl_idx<32>(lane_offset, g);
 #pragma unroll 1
@@ -326,22 +326,32 @@ struct PrefillSm90 {
     }
   }
 
-  // This thread's pieces of a block of 8 bits, copied by now, to a stage.
+  // This thread's pieces of a block of 8 bits, copied by now, to a stage: some at once, so that one waits beside the others.
   PA_DEVICE void widen_pieces(const u8* raw, u8* to) const {
+    constexpr int kAll = kGroups * kPiecesEach, kAtOnce = kD > 192 ? 2 : 4;
 #pragma unroll 1
-    for (int g = 0; g < kGroups; ++g)
+    for (int first = 0; first < kAll; first += kAtOnce) {
+      Bytes16 x[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kPiecesEach; ++j) {
-        const int piece = j * sm90::kGroup + thread_x(), row = g * 16 + piece / kRawPieces, c = piece % kRawPieces * 2;
-        if (16 * kRawPieces % sm90::kGroup != 0 && piece >= 16 * kRawPieces) break;
-        const Bytes16 x = *reinterpret_cast<const Bytes16*>(raw + (g * 16 * kRawPieces + piece) * 16);
+      for (int i = 0; i < kAtOnce; ++i)
+        if (has(first + i)) x[i] = *reinterpret_cast<const Bytes16*>(raw + ((first + i) / kPiecesEach * 16 * kRawPieces + piece_of(first + i)) * 16);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!has(first + i)) continue;
+        const int row = (first + i) / kPiecesEach * 16 + piece_of(first + i) / kRawPieces, c = piece_of(first + i) % kRawPieces * 2;
         u32 y[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) widen4(x.x[i], y[2 * i], y[2 * i + 1]);
+        for (int j = 0; j < 4; ++j) widen4(x[i].x[j], y[2 * j], y[2 * j + 1]);
         u8* panel = to + c / 8 * kPanelBytes;
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, c & 7)) = {{y[0], y[1], y[2], y[3]}};
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, (c & 7) + 1)) = {{y[4], y[5], y[6], y[7]}};
       }
+    }
+  }
+  // A thread's i-th piece, among those of its sixteen rows; whether there is one.
+  static PA_DEVICE int piece_of(int i) { return i % kPiecesEach * sm90::kGroup + thread_x(); }
+  static PA_DEVICE bool has(int i) {
+    return i < kGroups * kPiecesEach && (16 * kRowPieces % sm90::kGroup == 0 || piece_of(i) < 16 * kRowPieces);
   }
   // Four values to two pairs, exactly.
   static PA_DEVICE void widen4(u32 four, u32& low, u32& high) {
