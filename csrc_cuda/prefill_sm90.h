@@ -9,7 +9,8 @@
 //            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
 //            products. Beside a tile's last p.v, and while its rows are written, runs q.k of the next tile's first block,
 //            where there is room for q of two. The copying warpgroup runs ahead, over the end of a tile too.
-// Memory     q, two or three stages of k, two of v, swizzled for wgmma (sm90.h); kRows x kD / 128 accumulators a thread.
+// Memory     q, of two tiles if there is room, out, two or three stages of k, two of v, swizzled for wgmma (sm90.h); two blocks of 8 bits.
+//            kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
 // Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
 //            do not depend on what else is in the call.
@@ -19,7 +20,7 @@
 //            one page. A sequence's last block, of which no byte past the length may count, the block at the left edge of a
 //            tile's windows, before which pages may hold anything, and keys that no tensor map describes come in
 //            asynchronous copies of 16 bytes, or elements. q comes in boxes of 16 packed rows where a map describes it, and rows
-//            go to out that way, if all 16 are the sequence's.
+//            go to out that way, if all 16 are the sequence's. 8-bit keys and values come in pieces, which each thread widens itself.
 // Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 
