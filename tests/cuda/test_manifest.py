@@ -53,6 +53,8 @@ def test_cuda_comes_first_on_hopper_for_what_tensor_maps_take_else_triton_and_ot
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     small = dict(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)
     assert order(problem(**small)) == order(problem(**small, window=True)) == order(problem(layout="dense", q_len="prefill")) == ["cuda", "triton", "sdpa"]
+    assert order(problem(**small | dict(head_dim=40, head_dim_v=40), causal=False)) == ["cuda", "triton", "sdpa"]
+    assert order(problem(**small | dict(head_dim=32, head_dim_v=32))) == ["triton", "sdpa", "cuda"]
     assert order(problem(**small, alibi=True)) == ["triton", "sdpa", "cuda"]
     assert order(problem(**small, causal=False)) == ["triton", "cuda", "sdpa"]
     assert order(problem(layout="dense", q_len="prefill", arch="sm_80")) == ["triton", "sdpa", "cuda"]
