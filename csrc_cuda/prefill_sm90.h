@@ -52,7 +52,7 @@ struct PrefillSm90 {
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
   // Keys and values of 8 bits lie as they came until the threads that copied them make stages of them, two blocks in turn.
   static constexpr bool kWiden = sizeof(C) == 1;
-  static constexpr int kRawPieces = kD / 16, kRawBytes = kWiden ? kN * kD : 0;  // 16-byte chunks of a row; of a block
+  static constexpr int kRawBytes = kWiden ? kN * kD : 0;  // of a block
   static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = (226 << 10) - 2 * kRawBytes;
   // q of the next tile is copied early where there is room for it. Rows go to out through a place of their own, all panels or one half after
   // the other, where there is room for that, else through that of their q. Keys, which are wanted before values, are copied a block earlier.
@@ -220,7 +220,7 @@ struct PrefillSm90 {
         c.wide = nullptr;
       }
     }
-    sm90::products_see_copies();
+    sm90::engines_see_writes();
     sm90::arrive(barrier(c.untold));
     c.untold = -1;
   }
@@ -282,6 +282,11 @@ struct PrefillSm90 {
   // A block by the threads, each its pieces of 16 bytes: to a stage, or as they are, one behind the other.
   static constexpr int kElements = 16 / static_cast<int>(sizeof(C)), kRowPieces = kD / kElements;  // of a piece; of a row
   static constexpr int kPiecesEach = ceil_div(16 * kRowPieces, sm90::kGroup);                   // of sixteen rows, for a thread
+  // A thread's i-th piece of a block, among those of its sixteen rows; whether there is one.
+  static PA_DEVICE int piece_of(int i) { return i % kPiecesEach * sm90::kGroup + thread_x(); }
+  static PA_DEVICE bool has(int i) {
+    return i < kGroups * kPiecesEach && (16 * kRowPieces % sm90::kGroup == 0 || piece_of(i) < 16 * kRowPieces);
+  }
   static PA_DEVICE u8* place_of(u8* to, int row, int piece) {
     return to + (kWiden ? (row * kRowPieces + piece) * 16 : piece / 8 * kPanelBytes + sm90::place(row, piece & 7));
   }
@@ -313,8 +318,8 @@ struct PrefillSm90 {
     } else {
 #pragma unroll 1
       for (int i = 0; i < kGroups * kPiecesEach; ++i) {
-        const int g = i / kPiecesEach, piece = i % kPiecesEach * sm90::kGroup + thread_x(), r = g * 16 + piece / kRowPieces, c = piece % kRowPieces;
-        if (16 * kRowPieces % sm90::kGroup != 0 && piece >= 16 * kRowPieces) continue;
+        const int g = i / kPiecesEach, piece = piece_of(i), r = g * 16 + piece / kRowPieces, c = piece % kRowPieces;
+        if (!has(i)) continue;
         const int n = r < left && r >= skip ? min_of(kElements, max_of(0, dim - c * kElements)) : 0, key = block * kN + r;
         i64 at = 0;
         if (n) {
@@ -335,11 +340,11 @@ struct PrefillSm90 {
       Bytes16 x[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (has(first + i)) x[i] = *reinterpret_cast<const Bytes16*>(raw + ((first + i) / kPiecesEach * 16 * kRawPieces + piece_of(first + i)) * 16);
+        if (has(first + i)) x[i] = *reinterpret_cast<const Bytes16*>(raw + ((first + i) / kPiecesEach * 16 * kRowPieces + piece_of(first + i)) * 16);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has(first + i)) continue;
-        const int row = (first + i) / kPiecesEach * 16 + piece_of(first + i) / kRawPieces, c = piece_of(first + i) % kRawPieces * 2;
+        const int row = (first + i) / kPiecesEach * 16 + piece_of(first + i) / kRowPieces, c = piece_of(first + i) % kRowPieces * 2;
         u32 y[8];
 #pragma unroll
         for (int j = 0; j < 4; ++j) widen4(x[i].x[j], y[2 * j], y[2 * j + 1]);
@@ -348,11 +353,6 @@ struct PrefillSm90 {
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, (c & 7) + 1)) = {{y[4], y[5], y[6], y[7]}};
       }
     }
-  }
-  // A thread's i-th piece, among those of its sixteen rows; whether there is one.
-  static PA_DEVICE int piece_of(int i) { return i % kPiecesEach * sm90::kGroup + thread_x(); }
-  static PA_DEVICE bool has(int i) {
-    return i < kGroups * kPiecesEach && (16 * kRowPieces % sm90::kGroup == 0 || piece_of(i) < 16 * kRowPieces);
   }
   // Four values to two pairs, exactly.
   static PA_DEVICE void widen4(u32 four, u32& low, u32& high) {
@@ -520,7 +520,8 @@ struct PrefillSm90 {
   static constexpr float kLag = 8.0f;
 
   // Products of a block to scores that have a bias or a cap.
-  PA_DEVICE void adjust(const Tile& t, const Score& scoring, int key, int row, float (&s)[kN / 2]) const {
+  PA_DEVICE void adjust(const Tile& t, int key, int row, float (&s)[kN / 2]) const {
+    const Score scoring = t.scoring;
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) s[i] *= scoring.scale;
     if (scoring.cap > 0.0f) {
@@ -544,7 +545,7 @@ struct PrefillSm90 {
 
   // What blocks that are not clear ask for besides: scores that are not plain, masks.
   PA_DEVICE void edges(const Tile& t, const Rows& rows, int key, int row, float (&s)[kN / 2]) const {
-    if (t.factor == 0.0f) adjust(t, t.scoring, key, row, s);
+    if (t.factor == 0.0f) adjust(t, key, row, s);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int begin = before(rows.lo[r] - key), end = before(rows.hi[r] - key);
@@ -672,7 +673,7 @@ struct PrefillSm90 {
         }
         sm90::store_matrices(room + (j / 8 - from) * kRowPanelBytes + sm90::place(row, (j & 7) + lane / 16), w);
       }
-      sm90::stores_see_writes();
+      sm90::engines_see_writes();
       warp::wave_sync();
       if (lane == 0) {
 #pragma unroll
@@ -840,15 +841,14 @@ struct PrefillSm90 {
         sm90::pin(st.o);
         release(kEmptyV + vs.stage);
         vs.next();
-      } else if (kAhead) {  // no row sees a key
+      } else {  // no row sees a key
         if (kOwnOut) give_q(stage);
-        else if (tiles > 0) give_q(1 - stage);
-        await(kFullQ + qs.stage, qs.parity);
-        begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
-        rows = look_at(next, row_of_warp);
-        finish_rows(t, st, row, finished);
-      } else {
-        if (kOwnOut) give_q(stage);
+        else if (kAhead && tiles > 0) give_q(1 - stage);
+        if (kAhead) {
+          await(kFullQ + qs.stage, qs.parity);
+          begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
+          rows = look_at(next, row_of_warp);
+        }
         finish_rows(t, st, row, finished);
       }
       if (kOwnOut) stores_read();

@@ -110,8 +110,6 @@ PA_DEVICE void store_box(const TensorMap& map, int column, int y, int z, int w, 
 }
 PA_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 PA_DEVICE void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // of this thread's
-// Before store_box, in threads that wrote: what they wrote is before the stores.
-PA_DEVICE void stores_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements, laid out as accumulators packed in pairs; lane 8i + r names row r of matrix i.
 PA_DEVICE void store_matrices(void* row, const u32 (&r)[4]) {
@@ -119,8 +117,9 @@ PA_DEVICE void store_matrices(void* row, const u32 (&r)[4]) {
                ::"r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
-// After the barrier: stores and copies (copy_async16) to shared memory that it tells of are before the products to come.
-PA_DEVICE void products_see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// In threads that wrote to shared memory, or copied (copy_async16), before the barrier that tells of it: that is before the products and the stores
+// of boxes that come after the barrier.
+PA_DEVICE void engines_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Registers a thread of this warpgroup may have from here on.
 template <int kRegisters>

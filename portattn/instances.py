@@ -244,9 +244,9 @@ def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
     """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, out, if there is more, two or three stages of k and two of v, in
     panels of 64 columns; two blocks of 8 bits; its Control."""
     raw = 2 * n * dim if kv_bytes == 1 else 0
-    row, room = -(-dim // 64) * 128, (226 << 10) - raw
-    q, stage = row * 64 * consumers, row * n
-    rows = next(halves for halves in (6, 4, *((3,) if dim > 192 else ()), 2) if halves * q // 2 + 4 * stage <= room) * q // 2
+    panels, room = -(-dim // 64), (226 << 10) - raw
+    q, stage = panels * 128 * 64 * consumers, panels * 128 * n
+    rows = next(h for h in (6, 4, 3, 2) if (h != 3 or panels % 2 == 0) and h * q // 2 + 4 * stage <= room) * q // 2  # h halves of q's place
     k_stages = 3 if rows + 5 * stage <= room else 2
     return rows + (2 + k_stages) * stage + raw + 984 + 16 * (k_stages - 2)
 

@@ -365,8 +365,6 @@ class Workspaces:
 
 # ------------------------------------------------------------------ tensor maps
 BOX_ROWS = 16  # of q and out
-
-
 Mapped = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 

@@ -116,7 +116,7 @@ inline void arrive_when_copied(Barrier& b, SIMT_HERE) {
   copy_wait<0>();
   arrive(b, here);
 }
-inline void products_see_copies() {}
+inline void engines_see_writes() {}
 
 // What `encode` below writes, as large as cuda.h's.
 struct alignas(64) TensorMap {
@@ -192,7 +192,6 @@ inline void stores_read() {
   for (auto& read : simt::lane().stores) read();
   simt::lane().stores.clear();
 }
-inline void stores_see_writes() {}
 
 // PTX ISA, stmatrix .m8n8 .x4: lane l holds of matrix i row l / 4, elements 2 (l % 4) and the next; lane 8i + r names row r of matrix i.
 inline void store_matrices(void* row, const u32 (&r)[4], SIMT_HERE) {
