@@ -1,6 +1,7 @@
-// Decode steps that ask for nothing special (params.h, PlainParams), on Hopper and newer, in clusters of blocks or in free ones.
+// Plain decode steps (params.h, PlainParams), on Hopper and newer, in clusters of blocks or in free ones.
 //
-// Computes   out = softmax(scale q.k) v for one query token a sequence, up to eight query heads a kv head, a paged cache.
+// Computes   out = softmax(score(q.k)) v for one query token a sequence, up to eight query heads a kv head, a paged cache; of a window's
+//            keys alone where there is one, with softcap and sinks.
 // Schedule   schedule.h's lines: a line's blocks take even parts of it, whatever the lengths are, in order.
 // Merging    In clusters, one a line, for few sequences: a tile's states lie in blocks of one cluster. Each row of it is merged by
 //            one of them, dealt out in turn: blocks send their states of the row there, through distributed shared memory, and the
@@ -90,7 +91,10 @@ struct PlainDecode {
 
   // ---- where parts are
 
-  PA_DEVICE int units_of(int len) const { return max_of(1, quotient(len + kUnit - 1, kUnit)); }
+  // The first key that the row of a sequence sees, and the first unit, which has it.
+  PA_DEVICE int first_key(int len) const { return max_of(0, len - 1 - (p.window_left < 0 ? 0x7fffffff : p.window_left)); }
+  PA_DEVICE int first_unit(int len) const { return quotient(first_key(len), kUnit); }
+  PA_DEVICE int units_of(int len) const { return max_of(1, quotient(len + kUnit - 1, kUnit) - first_unit(len)); }
   PA_DEVICE int weight_of(int len) const { return len < 0 ? 0 : units_of(len) * p.line_heads; }
   PA_DEVICE int token(int b) const { return static_cast<int>(read_index(p.cu_q, b, false)); }
   // The keys of kN sequences from b on; -1: there is none, or it is not one token's and another launch computes it.
@@ -152,7 +156,8 @@ struct PlainDecode {
     return c;
   }
 
-  // A place on the line, and how many units of the part, or of its piece, come from here on. `nth` counts the line's kv heads.
+  // A place on the line, and how many units of the part, or of its piece, come from here on. `nth` counts the line's kv heads, `unit` those
+  // that rows see.
   struct Cursor { int b, nth, unit, units, len, at, left; };
   Cursor rest;  // the part's second piece; none: left is 0
   // The beginning of a part of `size` units at place `at`. `c` is what was seen of the first 128 sequences.
@@ -204,12 +209,20 @@ struct PlainDecode {
     a.units = units_of(a.len);
   }
   PA_DEVICE int head_of(int nth) const { return nth * p.lines + line; }
-  PA_DEVICE int key(int unit) const { return unit * kUnit + wave * kKeys; }
+  // The first of this wave's keys in the cursor's unit.
+  PA_DEVICE int key(const Cursor& a) const { return (first_unit(a.len) + a.unit) * kUnit + wave * kKeys; }
+  // The keys of a sequence that its row sees: so many from `lo` on, of which `whole` begin 16 that are. Kept, since the loops have no time for them.
+  struct Seen { int lo, count, whole; };
+  PA_DEVICE Seen seen(int len) const {
+    const int lo = kept(first_key(len)), count = kept(len - lo);
+    return {lo, count, kept(max_of(0, count - (kKeys - 1)))};
+  }
+  static PA_DEVICE bool sees_all(const Seen& s, int key) { return static_cast<u32>(key - s.lo) < static_cast<u32>(s.whole); }
 
   // The pages of this wave's keys in the units from the cursor's on, one a lane: a look-up is a round trip, and one serves 32 units.
   PA_DEVICE int look_up(const Cursor& a) const {
-    const int first = key(a.unit + lane);
-    return first < a.len ? static_cast<int>(page_of(p, a.b, first)) : 0;
+    const int first = key(a) + lane * kUnit;
+    return first < a.len && first + kKeys > first_key(a.len) ? static_cast<int>(page_of(p, a.b, first)) : 0;
   }
 
   // ---- loading
@@ -227,10 +240,11 @@ struct PlainDecode {
   static constexpr bool kMoves = !kTurned || (kD & (kD - 1)) == 0;
   static PA_DEVICE int moved(int place, int columns) { return kTurned ? place ^ columns : place + columns; }
 
-  // Where copies are: units of a segment to come, their pages, and this lane's first piece of row 0 of page 0.
+  // Where copies are: units of a segment to come, their pages, the wave's next key, and this lane's first piece of row 0 of page 0.
   struct Ahead {
     Cursor at;
-    int units, nth, pages;
+    Seen seen;
+    int units, nth, pages, key;
     const C* k;
     const C* v;
   };
@@ -239,22 +253,25 @@ struct PlainDecode {
     if (a.units == 0) return;
     a.nth = 0;
     a.pages = look_up(a.at);
+    a.key = key(a.at);
+    a.seen = seen(a.at.len);
     const int r = kColumn ? lane / kPieces : 0, d = kColumn ? lane % kPieces * kEach : 0, head = head_of(a.at.nth);
     a.k = static_cast<const C*>(p.k) + head * p.k_head + r * p.k_token + d;
     a.v = static_cast<const C*>(p.v) + head * p.v_head + r * p.v_token + d;
   }
-  // Starts the copies of 16 rows, of which `count` exist; of the others no byte is read. Strides fit 32 bits (native.py).
-  PA_DEVICE void copy_rows(C* to, const C* from, int row, int count) const {
+  // Starts the copies of the rows of 16 keys from `key` on; of those that are not seen no byte is read. Strides fit 32 bits (native.py).
+  PA_DEVICE void copy_rows(C* to, const C* from, int row, const Seen& seen, int key) const {
+    auto bytes = [&](int r) { return static_cast<u32>(key + r - seen.lo) < static_cast<u32>(seen.count) ? 16 : 0; };
     if constexpr (kColumn) {
       constexpr int kStep = 32 / kPieces;
       const int r = lane / kPieces, d = lane % kPieces * kEach;
-      if (count >= kKeys) {
+      if (sees_all(seen, key)) {
 #pragma unroll
         for (int i = 0; i < kKeys / kStep; ++i) copy_async16_once(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep));
       } else {
 #pragma unroll 1
         for (int i = 0; i < kKeys / kStep; ++i)
-          copy_async16_once(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep), r + i * kStep < count ? 16 : 0);
+          copy_async16_once(to + place_of(r + i * kStep, d), from + static_cast<i64>(row) * (i * kStep), bytes(r + i * kStep));
       }
     } else {
       // After kPeriod of these copies a lane is in the column of its first again, kStep rows below: one address for all of those.
@@ -266,7 +283,7 @@ struct PlainDecode {
         const C* at = from + static_cast<i64>(row) * first + d;
 #pragma unroll
         for (int r = 0; r < kKeys; r += kStep)
-          copy_async16_once(to + place_of(first + r, d), at + static_cast<i64>(row) * r, first + r < count ? 16 : 0);
+          copy_async16_once(to + place_of(first + r, d), at + static_cast<i64>(row) * r, bytes(first + r));
       }
     }
   }
@@ -280,16 +297,17 @@ struct PlainDecode {
   // The copies of one more unit, if there is one.
   PA_DEVICE void issue(Ahead& a, int slot) const {
     if (a.units > 0) {
-      const int page = warp::shfl_idx<32>(a.pages, a.nth), first = key(a.at.unit + a.nth), in_page = first & ((1 << p.page_shift) - 1);
+      const int page = warp::shfl_idx<32>(a.pages, a.nth), in_page = a.key & ((1 << p.page_shift) - 1);
       const int k_page = static_cast<int>(p.k_batch), k_row = static_cast<int>(p.k_token), v_page = static_cast<int>(p.v_batch), v_row = static_cast<int>(p.v_token);
       C* to = reinterpret_cast<C*>(stage(wave, slot));
-      if (kWiden && kColumn && a.at.len - first >= kKeys) {
+      if (kWiden && kColumn && sees_all(a.seen, a.key)) {
         copy_whole(to, a.k + (product(page, k_page) + product(in_page, k_row)), k_row);
         copy_whole(to + kKeys * kPitch, a.v + (product(page, v_page) + product(in_page, v_row)), v_row);
       } else {
-        copy_rows(to, a.k + static_cast<i64>(page) * k_page + static_cast<i64>(in_page) * k_row, k_row, a.at.len - first);
-        copy_rows(to + kKeys * kPitch, a.v + static_cast<i64>(page) * v_page + static_cast<i64>(in_page) * v_row, v_row, a.at.len - first);
+        copy_rows(to, a.k + static_cast<i64>(page) * k_page + static_cast<i64>(in_page) * k_row, k_row, a.seen, a.key);
+        copy_rows(to + kKeys * kPitch, a.v + static_cast<i64>(page) * v_page + static_cast<i64>(in_page) * v_row, v_row, a.seen, a.key);
       }
+      a.key += kUnit;
       --a.units;
       if (++a.nth == 32 || a.units == 0) {  // more pages, or the next segment
         skip(a.at, a.nth);
@@ -367,8 +385,8 @@ struct PlainDecode {
     }
   }
 
-  // This wave's 16 keys from `key` on, of `len`.
-  PA_DEVICE void step(State& st, const Query& q, int key, int len, int slot) const {
+  // This wave's 16 keys from `key` on, as far as they are seen.
+  PA_DEVICE void step(State& st, const Query& q, int key, const Seen& seen, int slot) const {
     const T* k = reinterpret_cast<const T*>(stage(wave, slot));
     const T* v = k + kKeys * kPitch;
     float s[2][4] = {};
@@ -383,7 +401,7 @@ struct PlainDecode {
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] = (s[0][e] + s[1][e]) * scale;
     u32 low, high;
-    weigh(st, x, key, len, low, high, T{});
+    weigh(st, x, key, seen, low, high, T{});
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       u32 a[4];
@@ -391,18 +409,30 @@ struct PlainDecode {
       multiply_16x8x16(st.o[t], a, low, high, T{});
     }
   }
-  // The scores of 16 keys to their probabilities, as products take them; st is of the base that they are relative to.
+  // The products of 16 keys, scaled to units of log2, to their probabilities, as products take them; st is of the base that they are relative to.
   template <class M>
-  PA_DEVICE void weigh(State& st, float (&x)[4], int key, int len, u32& low, u32& high, M) const {
-    if (key + kKeys > len) {
+  PA_DEVICE void weigh(State& st, float (&x)[4], int key, const Seen& seen, u32& low, u32& high, M) const {
+    const int at = key + (lane >> 2) - seen.lo;
+    float top[2];
+    auto exceeds = [&] {  // masks what is not seen; whether a score exceeds a base by too much
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (key + (lane >> 2) + 8 * (e >> 1) >= len) x[e] = -PA_INFINITY;
-    }
-    const float top[2] = {max_of(x[0], x[2]), max_of(x[1], x[3])};
-    if (warp::wave_any(top[0] > st.m[0] + (kRoom + kSlack) || top[1] > st.m[1] + (kRoom + kSlack))) {
+        if (static_cast<u32>(at + 8 * (e >> 1)) >= static_cast<u32>(seen.count)) x[e] = -PA_INFINITY;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 2; ++i) top[i] = max_of(x[i], x[i + 2]);
+      return top[0] > st.m[0] + (kRoom + kSlack) || top[1] > st.m[1] + (kRoom + kSlack);
+    };
+    const bool capped = p.softcap > 0.0f;
+    if (warp::wave_any(exceeds() || capped)) {  // one branch for what is rare
+      bool raise = true;
+      if (capped) {
+        const float cap = p.softcap * kLog2e, inverse = reciprocal(cap);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = cap * tanh_of(x[e] * inverse);
+        raise = warp::wave_any(exceeds());
+      }
+#pragma unroll
+      for (int i = 0; i < 2 && raise; ++i) {
         float m = top[i];
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) m = max_of(m, warp::shfl_xor<32>(m, d));
@@ -457,7 +487,7 @@ struct PlainDecode {
     }
   }
 
-  PA_DEVICE void step8(State& st, const Query& q, int key, int len, int slot) const {
+  PA_DEVICE void step8(State& st, const Query& q, int key, const Seen& seen, int slot) const {
     const u8* k = stage(wave, slot);
     const u8* v = k + kKeys * kD;
     float s[kChains][4] = {};
@@ -482,7 +512,7 @@ struct PlainDecode {
       x[e] *= q.scale[e & 1];
     }
     u32 low, high;
-    weigh(st, x, key, len, low, high, f16{});
+    weigh(st, x, key, seen, low, high, f16{});
 #pragma unroll
     for (int j = 0; j < kTiles / kRunTiles; ++j) {
       u32 a[kRunTiles][4];
@@ -712,7 +742,8 @@ struct PlainDecode {
     while (a.left > 0) {
       State st;
       clear(st);
-      const int units = min_of(a.units - a.unit, a.left);
+      const int units = min_of(a.units - a.unit, a.left), first = key(a);
+      const Seen its = seen(a.len);
       Cursor next = a;
       skip(next, units);
       Query next_q;
@@ -726,8 +757,8 @@ struct PlainDecode {
       for (int n = 0; n < units; ++n) {
         copy_wait<kStages - 1>();
         warp::wave_sync();
-        if constexpr (kWiden) step8(st, q, key(a.unit + n), a.len, slot);
-        else step(st, q, key(a.unit + n), a.len, slot);
+        if constexpr (kWiden) step8(st, q, first + n * kUnit, its, slot);
+        else step(st, q, first + n * kUnit, its, slot);
         warp::wave_sync();  // before this stage is filled again
         if (owed >= 0) {
           block_sync();

@@ -376,22 +376,18 @@ struct PrefillSm90 {
     acquire(kEmptyQ + c.q.stage, c.q.parity);
   }
 
-  // The last warp, which has the fewest boxes of keys, has those of q.
+  // The last warp, which has the fewest boxes of keys, has those of q. Every thread arrives: one of them wrote down the tile.
   PA_DEVICE void copy_q_boxes(Copier& c, const Tile& t) const {
     const int full = kFullQ + c.q.stage, box = warp::lane() / kPanels, panel = warp::lane() % kPanels;
-    if (thread_x() / 32 == sm90::kGroup / 32 - 1) {
-      acquire_q(c);
-      if (warp::lane() == 0) {
-        sm90::expect(barrier(full), kQBytes);
-        sm90::arrive(barrier(full), sm90::kGroup - 1);
-      }
-      if (box < kRows / kBoxRows)
-        sm90::copy_box(q_tile + c.q.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
-                       panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t, box * kBoxRows),
-                       p.cu_q ? 0 : t.b, barrier(full));
-    }
+    acquire_q(c);
+    if (thread_x() == sm90::kGroup - 32) sm90::expect(barrier(full), kQBytes);
+    else sm90::arrive(barrier(full));
+    warp::wave_sync();
+    if (thread_x() / 32 == sm90::kGroup / 32 - 1 && box < kRows / kBoxRows)
+      sm90::copy_box(q_tile + c.q.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
+                     panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t, box * kBoxRows), p.cu_q ? 0 : t.b,
+                     barrier(full));
     c.q.next();
-    tell<0>(c);
   }
 
   PA_DEVICE void copy_q(Copier& c, const Tile& t) const {

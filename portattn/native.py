@@ -219,7 +219,9 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> S
 
 def units_of(call: Call, shape: Shape) -> int:
     """Of a tile, at most."""
-    return max(1, -(-call.max_seqlen_k // shape.unit))
+    units = max(1, -(-call.max_seqlen_k // shape.unit))
+    seen = call.window_left + call.max_seqlen_q  # by all rows of a sequence, where there is a window
+    return units if call.window_left < 0 else min(units, (seen + shape.unit - 2) // shape.unit + 1)
 
 
 def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
@@ -278,15 +280,15 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
     """Whether plain.h can compute a call, or of a ragged one the sequences of one token: paged, and asking for nothing special (PlainParams of
     params.h)."""
     kv, dtype = str(call.k.dtype)[6:], str(call.q.dtype)[6:]
-    absent = (call.alibi_slopes, call.sinks, call.rotary_cos)
+    absent = (call.alibi_slopes, call.rotary_cos)
     if kv == dtype:  # scales as tensors are for 8-bit caches
         absent += tuple(x for x in (call.k_scale, call.v_scale) if isinstance(x, Tensor))
     return (
         (call.q.dim() == 3 or one_each(call)) and 0 < values["batch"] <= MAX_SEQUENCES
-        and values["flags"] & ~(BEFORE | PREFIX_SUMS | UNSEEN_INF) == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
-        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= PLAIN_ROWS and values["window_left"] < 0
+        and values["flags"] & ~(BEFORE | PREFIX_SUMS | UNSEEN_INF | SINKS_FLOAT) == ALIGNED | OUT_ALIGNED | UNIFORM_PAGES | PAGED and values["page_shift"] >= 4
+        and values["head_dim"] == values["head_dim_v"] == dim and values["group"] <= PLAIN_ROWS
         and all(values[f"{x}_{axis}"] < 1 << 31 for x in "kv" for axis in ("batch", "token"))
-        and call.softcap == 0.0 and all(x is None for x in absent) and _aligned(call.q, 16)
+        and all(x is None for x in absent) and _aligned(call.q, 16)
         and (kv == dtype or kv in PLAIN_CACHES)
     )
 

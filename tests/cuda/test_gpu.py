@@ -126,6 +126,28 @@ def test_plain_decodes_over_eight_bit_caches(batch, dim, dtype):
     check(*problem(lens, [0 if b % 5 == 4 else 1 for b in range(batch)], (32, 8), dim, dim, 16, dtype, cache="e4m3", ragged=True, causal=True, **scales))
 
 
+@pytest.mark.parametrize("cache", [None, "e4m3"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("batch", [2, 16, 70])
+def test_plain_decodes_with_windows_softcap_and_sinks(batch, dim, cache):
+    """Windows within one block's keys and over several; table entries left of them are wild, and values NaN."""
+    r = random.Random(dim)
+    lens = [4000, 1, 0, *(round(16 * 100 ** r.random()) for _ in range(batch - 3))][:batch]
+    sinks, ragged = torch.randn(32, generator=torch.Generator().manual_seed(1)), [0 if b % 5 == 4 else 1 for b in range(batch)]
+    scales = dict(k_scale=0.5, v_scale=torch.rand(batch, 8, generator=torch.Generator().manual_seed(1)) + 0.5) if cache else {}
+    for left, more, q_lens in ((0, {}, None), (127, dict(sinks=sinks), None), (1023, dict(sinks=sinks.bfloat16(), softcap=20.0), ragged), (-1, dict(softcap=5.0), None)):
+        options = dict(causal=True, window_size=(left, 0), cache=cache, **more, **scales)
+        args, options = problem(lens, q_lens or (1,), (32, 8), dim, dim, 16, torch.bfloat16, ragged=q_lens is not None, **options)
+        check(args, options)
+        out = on_gpu(args, options)[0]
+        for b, n in enumerate(lens if left >= 0 else ()):
+            gone = args[3][b, : max(0, n - 1 - left) // 16]
+            for x in args[1:3]:
+                x[gone.long()] = float("nan")
+            gone.fill_(10**9)
+        assert torch.equal(on_gpu(args, options)[0], out)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [None, "e4m3", "e5m2"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
@@ -160,13 +182,13 @@ def test_every_value_of_an_eight_bit_cache_is_read_exactly(dtype, dim):
 @pytest.mark.parametrize("batch, top", [(1, 9000), (8, 1000), (256, 4000)])
 @pytest.mark.parametrize("cache", [None, "e4m3"])
 def test_plain_decodes_of_ragged_lengths_are_right_and_the_same_bits_in_every_replay(cache, batch, top):
-    """Blocks of a cluster send each other states; the general kernel, which a sink of -inf asks for, has none of that."""
+    """Blocks of a cluster send each other states; the general kernel, which ALiBi asks for, has none of that."""
     r = random.Random(batch)
     lens = [top, *(round(16 * (top / 16) ** r.random()) for _ in range(batch - 1))]
     (q, *rest), _ = problem(lens, (1,), (32, 8), 128, 128, 16, torch.bfloat16, cache=cache)
     args = [x.cuda() for x in (q, *rest)]
     run = lambda **kw: portattn.attention_paged(*args, causal=True, backend="cuda", **kw)
-    general, lse = run(sinks=torch.full((32,), float("-inf"), device="cuda"), return_lse=True)
+    general, lse = run(alibi_slopes=torch.zeros(32, device="cuda"), return_lse=True)
     out, got_lse = run(return_lse=True)
     assert torch.allclose(out.float(), general.float(), atol=2e-3, rtol=2e-2) and torch.allclose(got_lse, lse, atol=1e-4)
     graph, captured = torch.cuda.CUDAGraph(), torch.empty_like(out)

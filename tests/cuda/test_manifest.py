@@ -25,8 +25,9 @@ def serves(p):
 
 
 def test_each_kind_of_call_has_its_capability():
-    assert serves(problem()) == serves(problem(kv_dtype="float8_e4m3fn", kv_scale=True)) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
-    assert serves(problem(arch="sm_100")) == serves(problem(sinks=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
+    assert serves(problem()) == serves(problem(kv_dtype="float8_e4m3fn", kv_scale=True)) == "step_sm90"
+    assert serves(problem(sinks=True, window=True)) == serves(problem(softcap=True)) == "step_sm90" and serves(problem(q_len="extend")) == "tiles_sm90"
+    assert serves(problem(arch="sm_100")) == serves(problem(alibi=True)) == serves(problem(num_heads_q=128)) == serves(problem(page_size=48)) == "decode"
     assert serves(problem(q_len="extend", arch="sm_80")) == serves(problem(q_len="prefill", kv_dtype="float8_e4m3fnuz")) == "tiles"
     eight = dict(q_len="prefill", kv_dtype="float8_e4m3fn", kv_scale=True)
     assert serves(problem(**eight)) == serves(problem(q_len="extend", kv_scale=True)) == "tiles_sm90_8bit"
@@ -48,7 +49,7 @@ def test_what_the_kernels_do_not_do_is_declined(changed):
 def test_cuda_comes_first_on_hopper_for_what_tensor_maps_take_else_triton_and_other_dense_tiles_last():
     names = tuple(registry.backends())
     order = lambda p: [n for n in registry._by_capability(names, p, 0) if n in ("cuda", "triton", "sdpa")]
-    assert order(problem()) == ["cuda", "triton", "sdpa"] and order(problem(softcap=True)) == ["triton", "cuda", "sdpa"]
+    assert order(problem()) == ["cuda", "triton", "sdpa"] and order(problem(alibi=True)) == ["triton", "cuda", "sdpa"]
     assert order(problem(q_len="extend")) == order(problem(q_len="extend", kv_dtype="float8_e5m2")) == ["cuda", "triton", "sdpa"]
     assert order(problem(q_len="extend", arch="sm_100")) == ["triton", "cuda", "sdpa"]
     small = dict(layout="dense", q_len="prefill", head_dim=64, head_dim_v=64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from portattn import dialect, manifest, native, verdicts
-from portattn.instances import limits_of
+from portattn.instances import Shape, limits_of
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
 from portattn.registry import DIRECT, Bound
@@ -270,12 +270,32 @@ def launches(device) -> list[str]:
 
 
 @pytest.mark.parametrize("changed", [
-    dict(kv_lens=torch.zeros(3, dtype=torch.int64)), dict(sinks=torch.ones(8)), dict(softcap=2.0), dict(window_left=3), dict(batch_invariant=True),
-    dict(out=torch.zeros(3, 1, 8, 64)), dict(k_scale=torch.ones(2)), dict(alibi_slopes=torch.ones(8)),
+    dict(kv_lens=torch.zeros(3, dtype=torch.int64)), dict(batch_invariant=True), dict(out=torch.zeros(3, 1, 8, 64)), dict(k_scale=torch.ones(2)), dict(alibi_slopes=torch.ones(8)),
 ], ids=lambda c: next(iter(c)))
 def test_calls_that_ask_for_more_are_not_plain(hopper, changed):
     assert kernels(native.Attention(hopper, plain(), problem()))[0] == "plain"
     assert kernels(native.Attention(hopper, plain(**changed), problem()))[0] == "decode"
+
+
+@pytest.mark.parametrize("changed", [dict(sinks=torch.ones(8)), dict(sinks=torch.ones(8, dtype=torch.bfloat16)), dict(softcap=2.0), dict(window_left=3)], ids=str)
+def test_sinks_softcap_and_left_windows_are_plain(hopper, changed):
+    call = plain(**changed)
+    run = native.Attention(hopper, call, problem())
+    run(call)
+    at = seen(hopper)
+    assert kernels(run)[0] == "plain"
+    assert (at["softcap"], at["window_left"]) == (call.softcap, call.window_left) and at["sinks"] == (call.sinks.data_ptr() if "sinks" in changed else 0)
+
+
+def test_a_window_has_no_more_units_than_lie_in_it():
+    """The most that any place of the window has: its rows see window_left + 1 keys each, and start anywhere."""
+    shape = Shape(None, 0, 0, 16, 1)
+    for left in (0, 1, 14, 15, 16, 17, 100):
+        for rows in (1, 2, 5):
+            call = plain(max_seqlen_k=1 << 20, max_seqlen_q=rows, window_left=left)
+            most = max((last - 1) // 16 - max(0, last - rows - left) // 16 + 1 for last in range(rows, 400))
+            assert native.units_of(call, shape) == most
+    assert native.units_of(plain(max_seqlen_k=40, window_left=100), shape) == 3
 
 
 def test_scales_of_eight_bit_caches_may_be_tensors_in_plain_calls(hopper):
@@ -490,7 +510,7 @@ def test_no_other_threads_tiles_come_between_the_two_launches_of_a_mixed_batch(h
 
 def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device_can(hopper):
     new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
-    calls = [plain(), paged(k_new=new, v_new=new), ragged(softcap=3.0), chunk()]
+    calls = [plain(), paged(k_new=new, v_new=new), ragged(batch_invariant=True), chunk()]
     for can, said in (True, "overlapping 1"), (False, "stream 0x90"):
         hopper.limits = hopper.limits._replace(overlap=can, clusters=False)
         before = len(launches(hopper))
@@ -502,8 +522,8 @@ def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device
 
 
 def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):
-    run = native.Attention(hopper, ragged(softcap=3.0), problem())
-    run(ragged(softcap=3.0))
+    run = native.Attention(hopper, ragged(batch_invariant=True), problem())
+    run(ragged(batch_invariant=True))
     assert run.before.function.what.startswith("decode") and not any("cluster" in x for x in launches(hopper))
     assert run.before.values["flags"] & native.TILED and not run.launch.values["flags"] & native.TILED
 

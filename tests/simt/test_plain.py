@@ -14,7 +14,7 @@ from portattn.problem import Call
 from portattn.testing.tolerance import close_lse, close_out
 
 from . import host
-from .test_decode import paged
+from .test_decode import paged, poisoned_left
 
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
@@ -30,7 +30,7 @@ def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stag
     values |= native.dealing(call.k.shape[-2], lines * workers, lines)
     values |= dict(q=call.q.data_ptr(), k=call.k.data_ptr(), v=call.v.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
                    lengths=call.kv_lens.data_ptr(), block_table=call.block_table.data_ptr(), cu_q=call.cu_seqlens_q.data_ptr() if ragged else 0)
-    values |= {name: x.data_ptr() for name in ("k_scale", "v_scale") if isinstance(x := getattr(call, name), torch.Tensor)}
+    values |= {name: x.data_ptr() for name in ("k_scale", "v_scale", "sinks") if isinstance(x := getattr(call, name), torch.Tensor)}
     room = native.plain_room(values, dim)
     partial, counters = torch.full((room.floats + 4,), float("nan")), torch.zeros(room.counters, dtype=torch.int32)
     if not clusters:
@@ -113,6 +113,34 @@ def test_of_a_ragged_batch_only_sequences_of_one_token_are_computed(cache):
         others = torch.ones(len(q), dtype=torch.bool)
         others[one] = False
         assert out[others].isnan().all(), "the others are another launch's"
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("cache", [None, "e4m3"])
+@pytest.mark.parametrize("left", [0, 1, 15, 16, 63, 64, 100, 1000])
+def test_windows_read_no_page_left_of_them(left, cache, clusters):
+    call, args, kw = paged([37, 300, 0, 5, 64, 129, 700], window=(left, 0), cache=cache)
+    out, lse = check(call, args, kw, workers=5, clusters=clusters)
+    if left < 500:
+        again, again_lse = decode(poisoned_left(call), workers=5, clusters=clusters)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("cache", [None, "e4m3"])
+@pytest.mark.parametrize("options", [
+    dict(softcap=2.0), dict(softcap=50.0, window=(40, 0)), dict(sinks=torch.tensor([1.0, -2.0, float("-inf"), 8.0])), dict(window=(20, 5), causal=False),
+    dict(sinks=torch.tensor([1.0, -2.0, float("-inf"), 8.0], dtype=torch.bfloat16), window=(127, -1), softcap=5.0),
+], ids=lambda o: "-".join(o))
+def test_softcap_sinks_and_windows_together(options, cache, clusters):
+    for dim in (64, 96, 128):
+        check(*paged([130, 45, 0, 900], cache=cache, dim=dim, **options), workers=6, clusters=clusters)
+
+
+def test_windows_of_a_ragged_batch():
+    call, args, kw = paged([90, 200, 300, 64], window=(70, 0), q_lens=[1, 1, 1, 1], sinks=torch.tensor([1.0, -2.0, 0.5, 8.0]))
+    for how in (dict(workers=3), dict(workers=2, lines=1), dict(workers=3, clusters=False)):
+        check(call, args, kw, **how)
 
 
 @pytest.mark.parametrize("count", range(2, 17))

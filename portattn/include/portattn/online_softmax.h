@@ -24,7 +24,7 @@ PA_DEVICE float weight(float m, float base) { return m == -PA_INFINITY ? 0.0f : 
 
 template <class P>
 PA_DEVICE float sink_of(const P& p, int head, bool bf16_sinks) {
-  if (p.flags & kSinksFloat) return in_global(static_cast<const float*>(p.sinks))[head];
+  if (p.dialect() & kSinksFloat) return in_global(static_cast<const float*>(p.sinks))[head];
   const u16* sinks = in_global(static_cast<const u16*>(p.sinks));
   return bf16_sinks ? to_float(bf16{sinks[head]}) : to_float(f16{sinks[head]});
 }

@@ -80,16 +80,15 @@ struct AttentionParams {
   u32 flags;
   i32 mixed_stride;         // prefill.h: blocks in a row that begin with the same kind of work
 
-  PA_DEVICE u32 dialect() const { return flags; }  // of them kBefore, kPrefixSums and kUnseenInf: portattn/dialect.py
+  PA_DEVICE u32 dialect() const { return flags; }  // of them those that plain calls may have: kSinksFloat, and dialect.py's kBefore, kPrefixSums and kUnseenInf
 };
 
-// What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, no feature that
-// changes scores. What plain.h's helpers know of such calls hides the fields of the same names, but not dialect();
+// What most decode steps ask for: one query token a sequence, a paged cache read 16 bytes at a time, of features that change scores
+// a left window, softcap and sinks alone. What plain.h's helpers know of such calls hides the fields of the same names, but not dialect();
 // native.py, is_plain, decides.
 template <int kD>
 struct PlainParams : AttentionParams {
   static constexpr bool kPlain = true;
-  static constexpr const void* sinks = nullptr;
   static constexpr i32 head_dim_v = kD;
   static constexpr u32 flags = kAligned | kOutAligned | kUniformPages | kPaged;
 };
