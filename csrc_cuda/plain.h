@@ -92,7 +92,7 @@ struct PlainDecode {
   // ---- where parts are
 
   // The first key that the row of a sequence sees, and the first unit, which has it.
-  PA_DEVICE int first_key(int len) const { return max_of(0, len - 1 - (p.window_left < 0 ? 0x7fffffff : p.window_left)); }
+  PA_DEVICE int first_key(int len) const { return max_of(0, len - 1 - p.window_left); }
   PA_DEVICE int first_unit(int len) const { return quotient(first_key(len), kUnit); }
   PA_DEVICE int units_of(int len) const { return max_of(1, quotient(len + kUnit - 1, kUnit) - first_unit(len)); }
   PA_DEVICE int weight_of(int len) const { return len < 0 ? 0 : units_of(len) * p.line_heads; }

@@ -62,10 +62,10 @@ struct PrefillSm90 {
   static constexpr bool kOwnOut = kOutPanels > 0;
   static constexpr int kRowBytes = kQStages * kQBytes + kQBytes / kPanels * kOutPanels;  // of q and out
   static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
-  // Of 168 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
-  static constexpr int kTakeRegisters = kD > 192 ? 216 : kD > 64 ? 208 : 200;
-  static constexpr int kGiveRegisters = 168 * (kConsumers + 1) - kTakeRegisters * kConsumers;
-  static_assert(kConsumers == 2, "registers are dealt out for two");
+  // Of 168 or 128 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
+  static constexpr int kTakeRegisters = kConsumers == 3 ? 144 : kD > 192 ? 216 : kD > 64 ? 208 : 200;
+  static constexpr int kGiveRegisters = (kConsumers == 3 ? 128 : 168) * (kConsumers + 1) - kTakeRegisters * kConsumers;
+  static_assert(kConsumers == 2 || (kConsumers == 3 && kD <= 64 && kN <= 96), "registers are dealt out for these");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
 
   struct Tile {
@@ -427,17 +427,18 @@ struct PrefillSm90 {
     begun(c, kFullQ + stage);
   }
 
-  // The queue's tile `taken`, found and its q begun, or, past the last, that there are no more.
-  PA_DEVICE void begin_tile(Copier& c, int taken, int tiles) const {
-    Tile& t = control.tiles[c.tiles & 3];
-    if (taken < tiles) {
-      find(taken, t);
-      return copy_q(c, t);
-    }
+  // Tile `nth` of this block is the queue's tile `taken`, or, past the last, none.
+  PA_DEVICE void find_tile(int nth, int taken, int tiles) const {
+    Tile& t = control.tiles[nth & 3];
+    if (taken < tiles) return find(taken, t);
     if (thread_x() == 0) {
       t = {};
       t.b = -1;
     }
+  }
+  // Begins q of the tile that was found, or says that there are no more.
+  PA_DEVICE void begin_tile(Copier& c, bool more) const {
+    if (more) return copy_q(c, control.tiles[c.tiles & 3]);
     acquire_q(c);
     begun(c, kFullQ + c.q.stage);
   }
@@ -452,25 +453,29 @@ struct PrefillSm90 {
     const bool any = warp::any(mine != 0);
     const int tiles = count();
     int taken = block;
-    begin_tile(c, taken, tiles);
+    find_tile(0, taken, tiles);
+    begin_tile(c, taken < tiles);
     while (taken < tiles) {
       sm90::meet<sm90::kGroup>(kCopiers);  // for warps without boxes: the first block may be theirs too
-      const Tile t = control.tiles[c.tiles & 3];
+      const Tile& t = control.tiles[c.tiles & 3];  // read where needed: registers are few
       const int n = t.last - t.first, last = t.last - 1;
       int upcoming = 0;
       if (thread_x() == 0) upcoming = atomic_add(p.counters, 1);
-      // The next tile begins after the second block of this one where there is room for its q, else after the last.
-      const int at = kQStages == 2 ? min_of(2, n) : n;
+      // The next tile is found after the second block of this one, and begins then where there is room for its q, else after the last.
+      const int found_at = min_of(2, n), begun_at = kQStages == 2 ? found_at : n;
       // Keys run one block ahead of values: k0 k1 v0 k2 v1 ... v(n - 1), counted from the last block.
       Where now = {0, 0}, next = look_up(t, last);
 #pragma unroll 1
       for (int i = -1;; ++i) {
-        if (i == at) {
+        if (i == found_at) {
           if (thread_x() == 0) control.taken = blocks + upcoming;
           sm90::meet<sm90::kGroup>(kCopiers);
           taken = control.taken;
+          find_tile(c.tiles + 1, taken, tiles);
+        }
+        if (i == begun_at) {
           ++c.tiles;
-          begin_tile(c, taken, tiles);
+          begin_tile(c, taken < tiles);
         }
         if (i == n) break;
         if (i + 2 == n && n > 1 && t.first < t.boxed_first) sm90::meet<sm90::kGroup>(kCopiers);  // as above, for the last block

@@ -213,7 +213,7 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> S
     few = rows <= DECODE_ROWS
     same = problem.kv_dtype == problem.dtype
     if limits.wgmma and (not few and (same or problem.kv_dtype in SM90_CACHES) or same and few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
-        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim)
+        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, *(() if call.batch_invariant else (rows,)))
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
@@ -291,6 +291,11 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
         and all(x is None for x in absent) and _aligned(call.q, 16)
         and (kv == dtype or kv in PLAIN_CACHES)
     )
+
+
+def plain_values(values: dict[str, Any], dealt: dict[str, int]) -> dict[str, Any]:
+    """The fields of a launch of plain.h, but pointers and workspace."""
+    return values | dealt | {"window_left": values["window_left"] if values["window_left"] >= 0 else (1 << 31) - 1}
 
 
 def pays_clusters(values: dict[str, Any], limits: Limits) -> bool:
@@ -684,7 +689,7 @@ class Attention(_Bound):
         c = clusters_of(heads, units, blocks, functools.partial(function.clusters, shape.threads))
         if c is None:
             return None
-        values = self.values | dealing(heads, c.lines * c.size, c.lines) | {"flags": self.values["flags"] | flags}
+        values = plain_values(self.values, dealing(heads, c.lines * c.size, c.lines)) | {"flags": self.values["flags"] | flags}
         return self._launcher(call, shape, values, (c.lines, c.size), c.size)
 
     def _free_launcher(self, call: Call, dim: int, limits: Limits) -> Launcher:
@@ -692,7 +697,7 @@ class Attention(_Bound):
         shape = free_shape_of(call, self.problem, self.values, dim, limits)
         heads = self.values["heads_kv"]
         units = self.values["batch"] * heads * units_of(call, shape)
-        values = self.values | dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), tiles=self.values["batch"])
+        values = plain_values(self.values, dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), tiles=self.values["batch"]))
         self.room = plain_room(values, dim)
         return self._launcher(call, shape, values, (values["lines"], values["workers"]))
 

@@ -284,7 +284,7 @@ def test_sinks_softcap_and_left_windows_are_plain(hopper, changed):
     run(call)
     at = seen(hopper)
     assert kernels(run)[0] == "plain"
-    assert (at["softcap"], at["window_left"]) == (call.softcap, call.window_left) and at["sinks"] == (call.sinks.data_ptr() if "sinks" in changed else 0)
+    assert (at["softcap"], at["window_left"]) == (call.softcap, changed.get("window_left", (1 << 31) - 1)) and at["sinks"] == (call.sinks.data_ptr() if "sinks" in changed else 0)
 
 
 def test_a_window_has_no_more_units_than_lie_in_it():
@@ -519,6 +519,16 @@ def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device
         outs, lses = torch.zeros(2, 3, 8, 64), torch.zeros(2, 3, 8)
         native.Merge(hopper, outs, lses, None, "")(outs, lses, None)
         assert len(launches(hopper)) - before == 7 and all(x.endswith(said) for x in launches(hopper)[before:])
+
+
+def test_heads_of_64_have_larger_tiles_where_sequences_have_rows_for_them(hopper):
+    """Four heads a kv head: 512 tokens are 2048 rows. Under batch_invariant the longest sequence decides nothing."""
+    def tile(tokens, **more):
+        q, k = torch.zeros(1, tokens, 8, 64, dtype=torch.bfloat16), torch.zeros(1, tokens, 2, 64, dtype=torch.bfloat16)
+        call = Call(q, k, k.clone(), 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens, **more)
+        return native.kernel_of(call, problem(layout="dense", page_size=0, q_len="prefill"), hopper.limits).rows
+    assert [tile(n) for n in (100, 511, 512, 4000)] == [128, 128, 192, 192]
+    assert tile(100, batch_invariant=True) == tile(4000, batch_invariant=True) == 192
 
 
 def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):

@@ -27,7 +27,7 @@ def decode(call, *, workers: int, lines: int | None = None, waves: int = 4, stag
     values = native.attention_values(call, out)
     assert native.is_plain(call, values, dim)
     lines = lines or call.k.shape[-2]
-    values |= native.dealing(call.k.shape[-2], lines * workers, lines)
+    values = native.plain_values(values, native.dealing(call.k.shape[-2], lines * workers, lines))
     values |= dict(q=call.q.data_ptr(), k=call.k.data_ptr(), v=call.v.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
                    lengths=call.kv_lens.data_ptr(), block_table=call.block_table.data_ptr(), cu_q=call.cu_seqlens_q.data_ptr() if ragged else 0)
     values |= {name: x.data_ptr() for name in ("k_scale", "v_scale", "sinks") if isinstance(x := getattr(call, name), torch.Tensor)}

@@ -98,7 +98,7 @@ def test_tiles_without_keys_among_others(lens, q_lens, dim, n, options, order):
     check(*paged(lens, q_lens=q_lens, dim=dim, **options), skip=few, n=n, blocks=1, order=order)
 
 
-@pytest.mark.parametrize("dim, dim_v, consumers, n", [(128, 128, 2, 128), (64, 64, 2, 192), (96, 40, 2, 96), (80, 80, 2, 64), (192, 128, 2, 80),
+@pytest.mark.parametrize("dim, dim_v, consumers, n", [(128, 128, 2, 128), (64, 64, 2, 192), (64, 64, 3, 96), (96, 40, 2, 96), (80, 80, 2, 64), (192, 128, 2, 80),
                                                       (256, 256, 2, 64), (20, 36, 2, 64)])
 def test_head_dims(dim, dim_v, consumers, n):
     check(*paged([200, 90], dim=dim, dim_v=dim_v, heads=(2, 1), q_lens=[120, 40], dtype=torch.float16), consumers=consumers, n=n, order=host.REVERSE)
@@ -207,8 +207,17 @@ def test_caches_of_8_bits(cache, dtype, dim, n, order, options):
 @pytest.mark.parametrize("kv", ["bfloat16", *instances.SM90_CACHES])
 @pytest.mark.parametrize("dim", instances.HEAD_DIMS)
 def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim, kv):
-    shape = instances.prefill_sm90_shape("bfloat16", kv, dim)
-    assert shape.shared <= instances.limits_of("sm_90").shared_block
-    if dim in (96, 192, 256) and kv != "float8_e5m2":
-        options = {name[3:].lower(): value for name, value in shape.instance.options}
-        assert host.build("prefill_sm90", **options).portattn_simt_shared_bytes() == shape.shared
+    for rows in (1, instances.SM90_LARGE_ROWS):
+        shape = instances.prefill_sm90_shape("bfloat16", kv, dim, rows)
+        assert shape.shared <= instances.limits_of("sm_90").shared_block
+        if dim in (96, 192, 256) and kv != "float8_e5m2" or shape.rows > 128:
+            options = {name[3:].lower(): value for name, value in shape.instance.options}
+            assert host.build("prefill_sm90", **options).portattn_simt_shared_bytes() == shape.shared
+
+
+@pytest.mark.parametrize("order", [host.FORWARD, host.REVERSE, host.RANDOM])
+@pytest.mark.parametrize("options", [dict(), dict(window=(50, 0), sinks=torch.tensor([1.0, -2.0, 0.5, 8.0])), dict(page=32, softcap=5.0), dict(page=48)], ids=lambda o: "-".join(o))
+def test_three_warpgroups_take_tiles_of_192_rows(order, options):
+    call, args, kw = paged([700, 150, 33, 300], q_lens=[400, 70, 1, 97], **options)
+    for blocks in (1, 3):
+        check(call, args, kw, skip=(2,), consumers=3, n=96, order=order, blocks=blocks)

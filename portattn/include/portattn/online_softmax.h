@@ -37,8 +37,12 @@ struct Finish { float factor, lse; };
 template <class T, class P>
 PA_DEVICE Finish finish(const P& p, float m, float l, int head) {
   if (l != l) return {l, l};  // NaN in a key that the row sees
-  const float sink = p.sinks ? sink_of(p, head, kIsBf16<T>) : -PA_INFINITY;
-  if (l == 0.0f) return {0.0f, !p.sinks && p.dialect() & kUnseenInf ? PA_INFINITY : sink};
+  if (!p.sinks) {
+    if (l == 0.0f) return {0.0f, p.dialect() & kUnseenInf ? PA_INFINITY : -PA_INFINITY};
+    return {1.0f / l, (m + log2_fast(l)) * kLn2};
+  }
+  const float sink = sink_of(p, head, kIsBf16<T>);
+  if (l == 0.0f) return {0.0f, sink};
   const float top = max_of(m, sink * kLog2e);
   const float sum = l * weight(m, top) + weight(sink * kLog2e, top);
   return {weight(m, top) / sum, (top + log2_fast(sum)) * kLn2};

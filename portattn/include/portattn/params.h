@@ -64,7 +64,7 @@ struct AttentionParams {
   i32 batch, heads_q, heads_kv, group, head_dim, head_dim_v;  // group: query heads a kv head
   i32 len_q, len_k;         // dense: the lengths; paged: len_k is what the table has room for
   i32 page_size, page_shift;  // page_shift: log2 of a page size that is a power of two, else -1
-  i32 window_left, window_right;  // -1: unbounded; causal is window_right 0
+  i32 window_left, window_right;  // -1: unbounded (of plain calls the largest i32); causal is window_right 0
   i32 alibi_batch;          // strides in elements
   i32 scale_batch_k, scale_head_k, scale_batch_v, scale_head_v;
   i32 rotary_dim;
