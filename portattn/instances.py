@@ -236,9 +236,9 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
 
 # 8-bit caches of the Hopper prefill kernel.
 SM90_CACHES = ("float8_e4m3fn", "float8_e5m2")
-# Head size: (warpgroups that compute, keys at a time). Heads of 64 have exponentials enough to do for three, where sequences have rows for them.
+# Head size: (warpgroups that compute, keys at a time). Heads of 64 have exponentials enough to do for three, if there are rows for them.
 SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 80), 256: (2, 64)}
-SM90_LARGE_TILES, SM90_LARGE_ROWS = {64: (3, 96)}, 2048
+SM90_LARGE_TILES = {64: (3, 96)}
 
 
 def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
@@ -252,9 +252,9 @@ def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
     return rows + (2 + k_stages) * stage + raw + 984 + 16 * (k_stages - 2)
 
 
-def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, rows: int = SM90_LARGE_ROWS) -> Shape:
-    """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile. `rows`: packed rows of the longest sequence."""
-    consumers, n = (kv_dtype == dtype and rows >= SM90_LARGE_ROWS and SM90_LARGE_TILES.get(dim)) or SM90_TILES[dim]
+def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, large: bool = False) -> Shape:
+    """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile."""
+    consumers, n = (SM90_LARGE_TILES if large else SM90_TILES)[dim]
     options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
     shared = prefill_sm90_shared(1 if kv_dtype.startswith("float8") else 2, dim, consumers, n)
     return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), shared, 0, 1, 64 * consumers, n)
@@ -302,8 +302,8 @@ def every_instance(limits: Limits) -> list[Instance]:
                     found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
                     found += [free_shape(dtype, kv, dim, limits, many, ragged).instance for many in (False, True) for ragged in (False, True)]
         if limits.wgmma:
-            found += [prefill_sm90_shape(dtype, kv, dim, 1).instance for kv in (dtype, *SM90_CACHES) for dim in HEAD_DIMS]
-            found += [prefill_sm90_shape(dtype, dtype, dim).instance for dim in SM90_LARGE_TILES]
+            found += [prefill_sm90_shape(dtype, kv, dim).instance for kv in (dtype, *SM90_CACHES) for dim in HEAD_DIMS]
+            found += [prefill_sm90_shape(dtype, dtype, dim, large=True).instance for dim in SM90_LARGE_TILES]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
     return [*found, Instance("selftest", ())]

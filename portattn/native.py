@@ -31,6 +31,7 @@ from .instances import (
     PLAIN_ROWS,
     QUEUES,
     SM90_CACHES,
+    SM90_LARGE_TILES,
     TILE_ROWS,
     TYPES,
     Instance,
@@ -206,6 +207,19 @@ def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
     return 10 * pairs * -(-rows // TILE_ROWS) > 9 * limits.sms * -(-pairs // limits.sms)
 
 
+LARGE_TILES_PACE = 0.92  # of a row in a larger tile, to one in another
+
+
+def large_tiles_pay(call: Call, problem: Problem, dim: int, limits: Limits) -> bool:
+    """Whether Hopper's larger tiles, if there are any, are sooner through on all multiprocessors. With batch_invariant no: other sequences must not
+    decide it."""
+    if problem.kv_dtype != problem.dtype or dim not in SM90_LARGE_TILES or call.batch_invariant:
+        return False
+    small, large = (prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, large).rows for large in (False, True))
+    turns = lambda rows: rows * -(-most_tiles(call, rows) // limits.sms)
+    return LARGE_TILES_PACE * turns(large) < turns(small)
+
+
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
     """The decode kernel where no sequence can have more rows than it is for, else the mixed one or, before which decode is launched on its
     own, the prefill kernel of Hopper or of AMD's devices."""
@@ -213,7 +227,7 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> S
     few = rows <= DECODE_ROWS
     same = problem.kv_dtype == problem.dtype
     if limits.wgmma and (not few and (same or problem.kv_dtype in SM90_CACHES) or same and few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
-        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, *(() if call.batch_invariant else (rows,)))
+        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, large_tiles_pay(call, problem, dim, limits))
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 

@@ -17,15 +17,15 @@ from portattn import registry
 from portattn.errors import NoBackendError
 
 from .runner import quiet_environment
-from .target import Check, Declined, Target
+from .target import Check, Declined, Target, default_device
 
-_OPTIONS = {"backend": "sdpa", "device": "cpu", "level": "quick"}
+_OPTIONS = {"backend": "sdpa", "device": "", "level": "quick"}  # device: default_device's
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("portattn", "portattn conformance suite")
     for name, default in _OPTIONS.items():
-        group.addoption(f"--portattn-{name}", default=None, help=f"{name} under test (default: {default})")
+        group.addoption(f"--portattn-{name}", default=None, help=f"{name} under test (default: {default or 'as portattn conformance'})")
 
 
 def _option(config: pytest.Config, name: str) -> str:
@@ -38,7 +38,7 @@ def _target(config: pytest.Config) -> Target:
         raise pytest.UsageError(f"--portattn-backend: wanted one of {', '.join(registry.manifests())}, got {backend}")
     if level not in ("quick", "full"):
         raise pytest.UsageError(f"--portattn-level: wanted quick or full, got {level}")
-    return Target(backend, device, level)
+    return Target(backend, device or default_device(backend), level)
 
 
 def _check(function: Any) -> Check | None:

@@ -29,7 +29,7 @@ from portattn.device import facts
 from portattn.errors import NoBackendError, PortattnError
 
 from .cases import Case
-from .target import RULES, Check, Declined, Target
+from .target import RULES, Check, Declined, Target, default_device
 
 GREEN, RED, USAGE, NOTHING = 0, 1, 2, 3
 
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="portattn conformance", description="Test a backend against the contract.",
                                      epilog="Exit codes: 0 green; 1 a test failed or an xfails entry is stale; 2 wrong usage; 3 nothing passed.")
     parser.add_argument("--backend", help="name of the backend under test")
-    parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
+    parser.add_argument("--device", help="torch device (default: the accelerator that torch finds, if it is native to the backend, or cpu)")
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="quick: under a minute on two cores")
     parser.add_argument("--filter", default="", metavar="TEXT", help="only tests whose 'RULE id' contains every word of TEXT")
     parser.add_argument("--case", default="", metavar="ID", help="run one case, given by its id, whether listed or not")
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.record and (args.filter or args.case):
         return usage("--record needs a whole run, without --filter and --case")
     try:
-        device = str(torch.device(args.device))
+        device = str(torch.device(args.device or default_device(args.backend)))
         if args.case:
             Case.parse(args.case)
         xfails = read_xfails(args.xfails) if args.xfails else []

@@ -42,7 +42,7 @@ def chosen() -> list[tuple[str, Instance]]:
                                          ("sm_100", "bfloat16", 96, True), ("sm_100", "bfloat16", 128, True))),
             ("sm_90", instances.mixed_shape("bfloat16", "bfloat16", 64, limits).instance),
             ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 128).instance),
-            ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 64).instance),
+            ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 64, large=True).instance),
             ("sm_90", instances.prefill_sm90_shape("bfloat16", "float8_e4m3fn", 128).instance),
             ("sm_80", instances.small_instance("append", "float16", "float8_e5m2")), ("sm_86", instances.small_instance("merge", "float32"))]
 

@@ -521,14 +521,15 @@ def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device
         assert len(launches(hopper)) - before == 7 and all(x.endswith(said) for x in launches(hopper)[before:])
 
 
-def test_heads_of_64_have_larger_tiles_where_sequences_have_rows_for_them(hopper):
-    """Four heads a kv head: 512 tokens are 2048 rows. Under batch_invariant the longest sequence decides nothing."""
-    def tile(tokens, **more):
-        q, k = torch.zeros(1, tokens, 8, 64, dtype=torch.bfloat16), torch.zeros(1, tokens, 2, 64, dtype=torch.bfloat16)
-        call = Call(q, k, k.clone(), 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens, **more)
-        return native.kernel_of(call, problem(layout="dense", page_size=0, q_len="prefill"), hopper.limits).rows
-    assert [tile(n) for n in (100, 511, 512, 4000)] == [128, 128, 192, 192]
-    assert tile(100, batch_invariant=True) == tile(4000, batch_invariant=True) == 192
+@pytest.mark.parametrize("batch, tokens, heads, rows", [(2, 8192, 16, 192), (8, 2048, 16, 192), (32, 512, 16, 128), (1, 1024, 8, 128), (16, 4096, 1, 128), (2, 8192, 64, 192)])
+def test_heads_of_64_have_larger_tiles_where_all_multiprocessors_end_sooner_with_them(hopper, batch, tokens, heads, rows):
+    """Under batch_invariant the other sequences decide nothing, and larger tiles have keys in other blocks."""
+    hopper.limits = hopper.limits._replace(sms=132)
+    def tile(**more):
+        q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(batch, tokens, heads, 64)
+        call = Call(q, q, q, 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens, **more)
+        return native.kernel_of(call, problem(layout="dense", page_size=0, q_len="prefill", num_heads_q=heads, num_heads_kv=heads), hopper.limits).rows
+    assert tile() == rows and tile(batch_invariant=True) == 128
 
 
 def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):

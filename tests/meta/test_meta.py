@@ -6,15 +6,16 @@ import os
 import sys
 
 import pytest
+import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
 from broken import BROKEN  # noqa: E402
 from toy import Toy, manifest  # noqa: E402
 
 from portattn import registry  # noqa: E402
-from portattn.testing import runner  # noqa: E402
+from portattn.testing import runner, target  # noqa: E402
 from portattn.testing.cases import Case, build  # noqa: E402
-from portattn.testing.target import RULES, Target  # noqa: E402
+from portattn.testing.target import RULES, Target, default_device  # noqa: E402
 
 
 @pytest.fixture
@@ -29,6 +30,15 @@ def backend():
     yield add
     for name in names:
         registry.unregister(name)
+
+
+@pytest.mark.parametrize("found, vendor, want", [("cuda", "cuda", dict(cuda="cuda", triton="cuda", hip="cpu", cpu="cpu", sdpa="cpu")),
+                                                 ("cuda", "hip", dict(cuda="cpu", triton="cuda", hip="cuda")), (None, "", dict(cuda="cpu", triton="cpu", cpu="cpu"))])
+def test_a_backend_is_tested_on_the_accelerator_that_is_native_to_it(monkeypatch, found, vendor, want):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(found))
+    monkeypatch.setattr(target, "vendor", lambda kind: vendor)
+    assert {name: default_device(name) for name in want} == want
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -207,8 +207,8 @@ def test_caches_of_8_bits(cache, dtype, dim, n, order, options):
 @pytest.mark.parametrize("kv", ["bfloat16", *instances.SM90_CACHES])
 @pytest.mark.parametrize("dim", instances.HEAD_DIMS)
 def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim, kv):
-    for rows in (1, instances.SM90_LARGE_ROWS):
-        shape = instances.prefill_sm90_shape("bfloat16", kv, dim, rows)
+    for large in (False, True) if kv == "bfloat16" and dim in instances.SM90_LARGE_TILES else (False,):
+        shape = instances.prefill_sm90_shape("bfloat16", kv, dim, large)
         assert shape.shared <= instances.limits_of("sm_90").shared_block
         if dim in (96, 192, 256) and kv != "float8_e5m2" or shape.rows > 128:
             options = {name[3:].lower(): value for name, value in shape.instance.options}
