@@ -207,17 +207,17 @@ def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
     return 10 * pairs * -(-rows // TILE_ROWS) > 9 * limits.sms * -(-pairs // limits.sms)
 
 
-LARGE_TILES_PACE = 0.92  # of a row in a larger tile, to one in another
+LARGE_TILES_PACE = 0.92  # of a row and key in larger tiles, to one in others
 
 
 def large_tiles_pay(call: Call, problem: Problem, dim: int, limits: Limits) -> bool:
-    """Whether Hopper's larger tiles, if there are any, are sooner through on all multiprocessors. With batch_invariant no: other sequences must not
-    decide it."""
+    """Whether Hopper's larger tiles, if there are any, are sooner through on all multiprocessors, whole tiles and blocks of keys counted. With
+    batch_invariant no: other sequences must not decide it."""
     if problem.kv_dtype != problem.dtype or dim not in SM90_LARGE_TILES or call.batch_invariant:
         return False
-    small, large = (prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, large).rows for large in (False, True))
-    turns = lambda rows: rows * -(-most_tiles(call, rows) // limits.sms)
-    return LARGE_TILES_PACE * turns(large) < turns(small)
+    small, large = (prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, large) for large in (False, True))
+    work = lambda shape: shape.rows * -(-most_tiles(call, shape.rows) // limits.sms) * shape.keys * -(-call.max_seqlen_k // shape.keys)
+    return LARGE_TILES_PACE * work(large) < work(small)
 
 
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
