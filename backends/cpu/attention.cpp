@@ -26,7 +26,7 @@ constexpr int64_t kMostPieces = 4;
 constexpr int64_t kSplitWork = 128;         // keys times heads that take as long as a split's begin and its merge
 constexpr int kFewRows = kTiles ? 16 : kLanes == 16 ? 64 : 32;  // few_rows; 64 and 32 measured on a Zen 5
 constexpr int64_t kFewBytes = 512 << 10;    // of K and V in their block: whole tokens in order count more than the second cache (Zen 3: 1.4 to 1.8 x 128 KB)
-constexpr int64_t kAheadBytes = 16 << 10;   // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
+constexpr int64_t kAheadBytes = (kTiles ? 32 : 16) << 10;  // that are asked for before they are read there (Zen 5: 32 KB 4 % slower on one thread)
 constexpr int kRowsAhead = 8;               // rows of q and out are asked for so many before: tokens lie too far apart for the processor to guess
 constexpr double kThreadNs = 10e3;          // of work: less is not worth another thread
 

@@ -4,6 +4,10 @@
 
 #include <cstdio>
 #include <cstdlib>
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 void get(void* to, size_t n) {
@@ -17,6 +21,9 @@ int64_t number() {
 }  // namespace
 
 int main() {
+#ifdef __AMX_TILE__
+  if (syscall(SYS_arch_prctl, 0x1023, 18)) return 4;  // ARCH_REQ_XCOMP_PERM: a process has to ask Linux for the tiles (library.py's does)
+#endif
   constexpr int kPointers = 20;  // fields of Args that are addresses; they come first
   for (;;) {
     const int64_t function = number(), count = number();
