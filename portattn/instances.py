@@ -145,7 +145,7 @@ def plain_shared(kv_bytes: int, dim: int, waves: int, stages: int, clusters: boo
 
 
 def plain_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits, ragged: bool = False) -> Shape:
-    """The instance for calls that ask for nothing special (native.is_plain); `ragged`: of which only sequences of one token are its."""
+    """The instance for plain calls (native.is_plain); `ragged`: of which only sequences of one token are its."""
     kv_bytes = 2 if kv_dtype == dtype else 1
     for waves in (8, 4, 2):
         stages = max((s for s in (2, 3) if plain_shared(kv_bytes, dim, waves, s) <= limits.shared_block), default=0)

@@ -291,8 +291,7 @@ FREE_UNITS = 4  # that a block has at least, without clusters: less takes longer
 
 
 def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
-    """Whether plain.h can compute a call, or of a ragged one the sequences of one token: paged, and asking for nothing special (PlainParams of
-    params.h)."""
+    """Whether plain.h can compute a call, or of a ragged one the sequences of one token: paged, and asking for little (PlainParams of params.h)."""
     kv, dtype = str(call.k.dtype)[6:], str(call.q.dtype)[6:]
     absent = (call.alibi_slopes, call.rotary_cos)
     if kv == dtype:  # scales as tensors are for 8-bit caches
