@@ -37,6 +37,11 @@ def vendor(device_type: str) -> str:
     return device_type
 
 
+def accelerator() -> torch.device | None:
+    """The accelerator that torch finds on this machine, if any."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """A function that makes an uninitialised contiguous tensor; on a GPU, which has to be the current one, a microsecond sooner than
     torch.empty, which parses its arguments, where this torch lets one."""

@@ -307,7 +307,7 @@ def is_plain(call: Call, values: dict[str, Any], dim: int) -> bool:
 
 
 def plain_values(values: dict[str, Any], dealt: dict[str, int]) -> dict[str, Any]:
-    """The fields of a launch of plain.h, but pointers and workspace."""
+    """The fields of a launch of plain.h, but pointers and workspace. Without a window, window_left is so large that the kernel needs no test."""
     return values | dealt | {"window_left": values["window_left"] if values["window_left"] >= 0 else (1 << 31) - 1}
 
 

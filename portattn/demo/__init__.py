@@ -151,9 +151,10 @@ def _device(name: str | None):
     """The torch device asked for, tried with one small tensor, or the best that torch finds."""
     import torch
 
+    from ..device import accelerator
+
     if name is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+        return accelerator() or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor
 import portattn
 from portattn import reference, registry
 from portattn.capability import Reason, unmet
-from portattn.device import facts, vendor
+from portattn.device import accelerator, facts, vendor
 from portattn.errors import NoBackendError
 from portattn.problem import dtype_name, q_len_class
 
@@ -50,7 +50,7 @@ RULES = {
 
 def default_device(backend: str) -> str:
     """The accelerator that torch finds, if it is native to the backend, else "cpu"."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = accelerator()
     return found.type if found is not None and vendor(found.type) in registry.manifests()[backend].native else "cpu"
 
 
