@@ -2,7 +2,7 @@
 #include "prefill_sm90.h"
 
 using namespace portattn;
-using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N>;
+using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N, PA_BOXED>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
 portattn_prefill_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TileMaps maps) {

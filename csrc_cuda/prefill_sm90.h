@@ -40,7 +40,8 @@ struct TileMaps {
 };
 
 // kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
-template <class T, class C, int kD, int kConsumers, int kN, int kTogether = (32 << 20) / (4 * kD)>
+// kBoxed: all sequences are equal, and maps describe q, keys and values.
+template <class T, class C, int kD, int kConsumers, int kN, bool kBoxed = false, int kTogether = (32 << 20) / (4 * kD)>
 struct PrefillSm90 {
   static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
   static constexpr int kRows = 64 * kConsumers;
@@ -63,9 +64,9 @@ struct PrefillSm90 {
   static constexpr int kRowBytes = kQStages * kQBytes + kQBytes / kPanels * kOutPanels;  // of q and out
   static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 or 128 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
-  static constexpr int kTakeRegisters = kConsumers == 3 ? 144 : kD > 192 ? 216 : kD > 64 ? 208 : 200;
+  static constexpr int kTakeRegisters = kBoxed ? (kConsumers == 3 ? 160 : kD > 192 ? 224 : 216) : kConsumers == 3 ? 144 : kD > 192 ? 216 : kD > 64 ? 208 : 200;
   static constexpr int kGiveRegisters = (kConsumers == 3 ? 128 : 168) * (kConsumers + 1) - kTakeRegisters * kConsumers;
-  static_assert(kConsumers == 2 || (kConsumers == 3 && kD <= 64 && kN <= 96), "registers are dealt out for these");
+  static_assert(kConsumers == 2 || kConsumers == 3, "registers are dealt out for these");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
 
   struct Tile {
@@ -81,7 +82,7 @@ struct PrefillSm90 {
   };
   enum {
     kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kKStages, kFullV = kEmptyK + kKStages, kEmptyV = kFullV + kVStages,
-    kBarriers = kEmptyV + kVStages
+    kLanded = kEmptyV + kVStages, kFound = kLanded + kVStages, kPassed = kFound + 4, kBarriers = kPassed + 4  // of boxes alone
   };
   enum { kCopiers = 1, kTurns, kWriters = kTurns + kConsumers };  // named barriers
 
@@ -123,8 +124,16 @@ struct PrefillSm90 {
     return s.len_q > 0 && rows > (p.flags & kAllTiles ? 0 : p.flags & kTiled ? p.group : kDecodeRows) ? ceil_div(rows, kRows) : 0;
   }
 
+  // The threads that find tiles: all that copy, or of four warps that copy boxes the last.
+  static constexpr int kFinders = kBoxed ? 32 : sm90::kGroup;
+  static PA_DEVICE int finder() { return kBoxed ? warp::lane() : thread_x(); }
+  static PA_DEVICE void finders_meet() {
+    if constexpr (kBoxed) warp::wave_sync();
+    else sm90::meet<sm90::kGroup>(kCopiers);
+  }
+
   PA_DEVICE int count() const {
-    const int each = ceil_div(p.batch, sm90::kGroup), from = min_of(p.batch, thread_x() * each), to = min_of(p.batch, from + each);
+    const int each = ceil_div(p.batch, kFinders), from = min_of(p.batch, finder() * each), to = min_of(p.batch, from + each);
     int sum = 0;
     for (int b = from; b < to; ++b) sum += tiles_of(sequence(p, b)) * p.heads_kv;
 #pragma unroll
@@ -132,52 +141,57 @@ struct PrefillSm90 {
       const int x = warp::shfl_idx<32>(sum, warp::lane() - d);
       if (warp::lane() >= d) sum += x;
     }
-    if (warp::lane() == 31) control.sums[thread_x() / 32] = sum;
-    sm90::meet<sm90::kGroup>(kCopiers);
-    for (int w = 0; w < thread_x() / 32; ++w) sum += control.sums[w];
-    control.prefix[thread_x() + 1] = sum;
-    if (thread_x() == 0) control.prefix[0] = 0;
-    sm90::meet<sm90::kGroup>(kCopiers);
-    return control.prefix[sm90::kGroup];
+    if (kFinders > 32) {
+      if (warp::lane() == 31) control.sums[thread_x() / 32] = sum;
+      finders_meet();
+      for (int w = 0; w < thread_x() / 32; ++w) sum += control.sums[w];
+    }
+    control.prefix[finder() + 1] = sum;
+    if (finder() == 0) control.prefix[0] = 0;
+    finders_meet();
+    return control.prefix[kFinders];
   }
 
-  // Puts the queue's tile number i into `to`. Later rows see more keys where the mask is causal: they come first.
+  // Puts the queue's tile number i into `to`.
   PA_DEVICE void find(int i, Tile& to) const {
-    if (control.prefix[thread_x()] <= i && i < control.prefix[thread_x() + 1]) {
-      int b = thread_x() * ceil_div(p.batch, sm90::kGroup), start = control.prefix[thread_x()];
+    if (control.prefix[finder()] <= i && i < control.prefix[finder() + 1]) {
+      int b = finder() * ceil_div(p.batch, kFinders), start = control.prefix[finder()];
       for (;;) {
         const int n = tiles_of(sequence(p, b)) * p.heads_kv;
         if (i < start + n) break;
         start += n;
         ++b;
       }
-      Tile t;
-      t.b = b;
-      t.s = sequence(p, b);
-      const int rows = tiles_of(t.s), each = min_of(p.heads_kv, max_of(1, quotient(kTogether, max_of(1, t.s.len_k))));
-      const int section = quotient(i - start, each * rows), nth_in_section = i - start - section * each * rows;
-      const int heads = min_of(each, p.heads_kv - section * each), nth = quotient(nth_in_section, heads);
-      t.head_kv = section * each + nth_in_section - nth * heads;
-      t.first_row = (rows - 1 - nth) * kRows;
-      t.first_token = quotient(t.first_row, p.group);
-      t.rest = t.first_row - t.first_token * p.group;
-      const int first = t.first_token, last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
-      const Span v = visible(p, t.s, first, last);
-      t.first = quotient(v.lo, kN);
-      t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
-      // No key of a boxed block lies past the length, or nothing but the tensor's end does; none in a page left of all windows.
-      const bool whole = !p.cu_k && !(p.flags & kPaged) && t.s.len_k == p.len_k;
-      t.boxed = !(p.flags & kMapped) ? 0 : whole ? t.last : quotient(t.s.len_k, kN);
-      t.boxed_first = p.flags & kPaged ? quotient(v.lo / 16 * 16 + kN - 1, kN) : t.first;
-      t.lo = v.lo;
-      const int shift = t.s.len_k - t.s.len_q, unseen = -0x7fffffff;
-      t.lo_at = p.window_left >= 0 && shift > unseen + p.window_left ? shift - p.window_left : unseen;
-      t.hi_at = p.window_right >= 0 && p.window_right < t.s.len_q ? shift + p.window_right + 1 : t.s.len_k;
-      t.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
-      t.factor = t.scoring.cap == 0.0f && t.scoring.scale > 0.0f && !p.alibi ? t.scoring.scale : 0.0f;
-      to = t;
+      describe(b, i - start, to);
     }
-    sm90::meet<sm90::kGroup>(kCopiers);
+    finders_meet();
+  }
+
+  // Tile number i of a sequence. Later rows see more keys where the mask is causal: they come first.
+  PA_DEVICE void describe(int b, int i, Tile& t) const {
+    t.b = b;
+    t.s = sequence(p, b);
+    const int rows = tiles_of(t.s), each = min_of(p.heads_kv, max_of(1, quotient(kTogether, max_of(1, t.s.len_k))));
+    const int section = quotient(i, each * rows), nth_in_section = i - section * each * rows;
+    const int heads = min_of(each, p.heads_kv - section * each), nth = quotient(nth_in_section, heads);
+    t.head_kv = section * each + nth_in_section - nth * heads;
+    t.first_row = (rows - 1 - nth) * kRows;
+    t.first_token = quotient(t.first_row, p.group);
+    t.rest = t.first_row - t.first_token * p.group;
+    const int first = t.first_token, last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
+    const Span v = visible(p, t.s, first, last);
+    t.first = quotient(v.lo, kN);
+    t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
+    // No key of a boxed block lies past the length, or nothing but the tensor's end does; none in a page left of all windows.
+    const bool whole = !p.cu_k && !(p.flags & kPaged) && t.s.len_k == p.len_k;
+    t.boxed = !(p.flags & kMapped) ? 0 : whole ? t.last : quotient(t.s.len_k, kN);
+    t.boxed_first = p.flags & kPaged ? quotient(v.lo / 16 * 16 + kN - 1, kN) : t.first;
+    t.lo = v.lo;
+    const int shift = t.s.len_k - t.s.len_q, unseen = -0x7fffffff;
+    t.lo_at = p.window_left >= 0 && shift > unseen + p.window_left ? shift - p.window_left : unseen;
+    t.hi_at = p.window_right >= 0 && p.window_right < t.s.len_q ? shift + p.window_right + 1 : t.s.len_k;
+    t.scoring = score_of(p, p.k_scale ? p.k_scale[t.b * p.scale_batch_k + t.head_kv * p.scale_head_k] : 1.0f);
+    t.factor = t.scoring.cap == 0.0f && t.scoring.scale > 0.0f && !p.alibi ? t.scoring.scale : 0.0f;
   }
 
   // Stages that are used in turn, by the parity of their barriers' phases.
@@ -431,7 +445,7 @@ struct PrefillSm90 {
   PA_DEVICE void find_tile(int nth, int taken, int tiles) const {
     Tile& t = control.tiles[nth & 3];
     if (taken < tiles) return find(taken, t);
-    if (thread_x() == 0) {
+    if (finder() == 0) {
       t = {};
       t.b = -1;
     }
@@ -489,6 +503,171 @@ struct PrefillSm90 {
     if (thread_x() == 0 && atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
   }
 
+  // ---- copying in boxes alone: warps 0 and 1 copy keys, 2 and 3 values, each every other box; 3 finds tiles and copies q
+
+  // This lane's box of a block, if there is one: of so many keys, one a panel.
+  static PA_DEVICE int box() { return 2 * warp::lane() + thread_x() / 32 % 2; }
+  // Where it is. Of no key of the tile there may be no page: such a box lies outside of the cache, and is zeros.
+  PA_DEVICE Where find_box(const Tile& t, int block) const {
+    const int key = block * kN + box() / kPanels * maps.rows;
+    if (!(p.flags & kPaged)) return {p.cu_k ? 0 : t.b, static_cast<int>(t.s.start_k) + key};
+    if (box() >= maps.boxes * kPanels || key + maps.rows <= t.lo || key >= t.s.len_k) return {-1, 0};
+    return {static_cast<int>(page_of(p, t.b, key)), static_cast<int>(row_of_key(p, t.s, key))};
+  }
+  // Waits until a stage is free and begins this warp's boxes of a block; `full`: of the barrier that is told.
+  PA_DEVICE void copy_boxes(u8* stage, int empty, u32 parity, int full, int arrivals, const sm90::TensorMap& map, const Tile& t, const Where& where) const {
+    acquire(empty, parity);
+    warp::wave_sync();  // no lane waits for a phase that is over when another's copies have been used
+    if (thread_x() % 64 == 0) {
+      sm90::expect(barrier(full), kStageBytes);
+      if (arrivals > 1) sm90::arrive(barrier(full), arrivals - 1);
+    }
+    const int panel = box() % kPanels;
+    if (box() < maps.boxes * kPanels)
+      sm90::copy_box(stage + panel * kPanelBytes + box() / kPanels * maps.rows * 128, map, panel * sm90::kPanel, t.head_kv, where.row, where.page,
+                     barrier(full));
+  }
+  // Tile number `nth` of this block, when it has been found; and that this warp is through with it.
+  PA_DEVICE const Tile& found(int nth) const {
+    sm90::wait(barrier(kFound + (nth & 3)), nth >> 2 & 1);
+    return control.tiles[nth & 3];
+  }
+  PA_DEVICE void passed(int nth) const {
+    warp::wave_sync();
+    if (warp::lane() == 0) sm90::arrive(barrier(kPassed + (nth & 3)));
+  }
+
+  PA_DEVICE void copying_keys() const {
+    const bool any = thread_x() / 32 < maps.boxes * kPanels;
+    Ring<kKStages> ring;
+    for (int nth = 0;; ++nth) {
+      const Tile& t = found(nth);
+      if (t.b < 0) return;
+      Where next = find_box(t, t.last - 1);
+#pragma unroll 1
+      for (int block = t.last - 1; any && block >= t.first; --block) {
+        const Where now = next;
+        next = find_box(t, max_of(t.first, block - 1));
+        copy_boxes(k_tile + ring.stage * kStageBytes, kEmptyK + ring.stage, ring.parity, kFullK + ring.stage, 1, maps.k, t, now);
+        ring.next();
+      }
+      passed(nth);
+    }
+  }
+
+  // A stage of values that has rows that are to be zeros when its boxes have come, all but [begin, end); -1: none.
+  struct Edges {
+    int stage = -1, begin = 0, end = 0;
+    u32 parities = 0;  // of the stages' barriers
+  };
+  // Has rows that are not the tile's keys be zeros, whatever their boxes had there: no weight of theirs counts, but zero times NaN would.
+  PA_DEVICE void clear(Edges& e) const {
+    if (e.stage < 0) return;
+    sm90::wait(barrier(kLanded + e.stage), e.parities >> e.stage & 1);
+    e.parities ^= 1u << e.stage;
+    u8* to = v_tile + e.stage * kStageBytes;
+    for (int row = warp::lane() / 8; row < kN; row += 4) {
+      if (row >= e.begin && row < e.end) continue;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        *reinterpret_cast<Bytes16*>(to + panel * kPanelBytes + row * 128 + warp::lane() % 8 * 16) = {{0, 0, 0, 0}};
+    }
+    sm90::engines_see_writes();
+    sm90::arrive(barrier(kFullV + e.stage));
+    e.stage = -1;
+  }
+  // This warp's boxes of a block of values.
+  PA_DEVICE void copy_values(Ring<kVStages>& ring, Edges& e, const Tile& t, int block, const Where& where) const {
+    if (thread_x() / 32 == 2) clear(e);
+    const bool cleared = block < t.boxed_first || block >= t.boxed;
+    copy_boxes(v_tile + ring.stage * kStageBytes, kEmptyV + ring.stage, ring.parity, (cleared ? kLanded : kFullV) + ring.stage, cleared ? 1 : 32, maps.v, t, where);
+    if (cleared) {
+      e.stage = ring.stage;
+      e.begin = t.lo - block * kN;
+      e.end = t.s.len_k - block * kN;
+    }
+    ring.next();
+  }
+
+  PA_DEVICE void copying_values() const {
+    Ring<kVStages> ring;
+    Edges e;
+    for (int nth = 0;; ++nth) {
+      const Tile& t = found(nth);
+      if (t.b < 0) return;
+      Where next = find_box(t, t.last - 1);
+#pragma unroll 1
+      for (int block = t.last - 1; block >= t.first; --block) {
+        const Where now = next;
+        next = find_box(t, max_of(t.first, block - 1));
+        copy_values(ring, e, t, block, now);
+      }
+      clear(e);
+      passed(nth);
+    }
+  }
+
+  // Finds the queue's tile `taken`, as this block's `nth`, and says so; every lane, one of which wrote it down.
+  PA_DEVICE void find_next(int nth, int taken, int tiles) const {
+    sm90::wait(barrier(kPassed + (nth & 3)), (nth >> 2 & 1) ^ 1);  // the tile before in its place is nobody's any more
+    find_tile(nth, taken, tiles);
+    warp::wave_sync();
+    sm90::arrive(barrier(kFound + (nth & 3)));
+  }
+  // Begins q of tile number `nth`, or says that there are no more.
+  PA_DEVICE void box_q(Ring<kQStages>& ring, int nth) const {
+    const Tile& t = control.tiles[nth & 3];
+    const int box = warp::lane() / kPanels, panel = warp::lane() % kPanels, full = kFullQ + ring.stage;
+    acquire(kEmptyQ + ring.stage, ring.parity);
+    if (t.b < 0 || warp::lane() != 0) sm90::arrive(barrier(full));
+    else sm90::expect(barrier(full), kQBytes);
+    if (t.b >= 0 && box < kRows / kBoxRows)
+      sm90::copy_box(q_tile + ring.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
+                     panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t, box * kBoxRows), p.cu_q ? 0 : t.b,
+                     barrier(full));
+    ring.next();
+  }
+
+  PA_DEVICE void finding(int block, int blocks) const {
+    Ring<kQStages> qs;
+    Ring<kVStages> ring;
+    Edges unused;
+    const bool any = 1 < maps.boxes * kPanels;
+    const int tiles = count();
+    int taken = block;
+    find_next(0, taken, tiles);
+    box_q(qs, 0);
+    for (int nth = 0; taken < tiles; ++nth) {
+      const Tile& t = control.tiles[nth & 3];
+      int upcoming = 0;
+      if (warp::lane() == 0) upcoming = atomic_add(p.counters, 1);
+      const int n = t.last - t.first;
+      // The next tile is found after the first block of values, and its q begins after the second, if there is room for it, else after the last.
+      const int found_at = min_of(1, n), begun_at = kQStages == 2 ? min_of(2, n) : n;
+      Where next = find_box(t, t.last - 1);
+#pragma unroll 1
+      for (int i = 0;; ++i) {
+        if (i == found_at) {
+          taken = blocks + warp::shfl_idx<32>(upcoming, 0);
+          find_next(nth + 1, taken, tiles);
+        }
+        if (i == begun_at) box_q(qs, nth + 1);
+        if (i == n) break;
+        const Where now = next;
+        next = find_box(t, max_of(t.first, t.last - 2 - i));
+        if (any) copy_values(ring, unused, t, t.last - 1 - i, now);
+      }
+    }
+    if (warp::lane() == 0 && atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
+  }
+
+  PA_DEVICE void copying_boxes(int block, int blocks) const {
+    const int w = warp::shfl_idx<32>(thread_x() / 32, 0);
+    if (w < 2) copying_keys();
+    else if (w == 2) copying_values();
+    else finding(block, blocks);
+  }
+
   // ---- computing
 
   struct State {
@@ -501,9 +680,12 @@ struct PrefillSm90 {
     int lo[2], hi[2];  // keys [lo, hi) are seen
     int clear_first, clear_last;  // blocks whose keys every row of this warp sees; none if scores are not plain
     float factor;                 // of products, where they are, else 1
+    int last;                     // block past all that this warpgroup's rows see
   };
   PA_DEVICE Rows look_at(const Tile& t, int row_of_warp) const {
     Rows x;
+    const int first_row = row_of_warp / 64 * 64, end = token_of(t, first_row + 63) + t.hi_at;
+    x.last = t.first_row + first_row >= t.s.len_q * p.group ? 0 : quotient(max_of(0, min_of(end, t.s.len_k)) + kN - 1, kN);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int token = token_of(t, row_of_warp + warp::lane() / 4 + 8 * r);
@@ -787,10 +969,35 @@ struct PrefillSm90 {
         int n = last - 1;
         release(kEmptyK + ks.stage);
         ks.next();
+        // Blocks that no row of this warpgroup sees: their scores, of the first alone, are for nothing. Turns are kept. Values, which are waited for here,
+        // may come after the next tile's q, whose room has to be given back before.
+        const bool blind = n > first && n >= rows.last;
+        if (blind && kAhead && !kOwnOut && tiles > 0) give_q(1 - stage);
+#pragma unroll 1
+        for (; n > first && n >= rows.last; --n) {
+          await(kFullK + ks.stage, ks.parity);
+          if (kConsumers > 1) sm90::meet<2 * kGroup>(turn);
+          if (n - 1 == first || n - 1 < rows.last) {
+            sm90::pin(s);
+            sm90::products_begin();
+            scores(ahead(kD > 192 ? sm90::anew(q) : q, stage * kQBytes), ahead(k, ks.stage * kStageBytes), s);
+            if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
+            sm90::products_wait<0>();
+            sm90::pin(s);
+          } else if (kConsumers > 1) {
+            sm90::pass<2 * kGroup>(next_turn);
+          }
+          release(kEmptyK + ks.stage);
+          ks.next();
+          await(kFullV + vs.stage, vs.parity);
+          warp::wave_sync();  // no lane waits for a phase that is over when another has given the stage back
+          release(kEmptyV + vs.stage);
+          vs.next();
+        }
         if (maxima(t, rows, st, n, row, s, top)) follow(st, top, shrink);  // nothing was before
         weigh(st, rows.factor, s);
         pack(st, s);
-        if (kAhead && !kOwnOut && tiles > 0) give_q(1 - stage);
+        if (!blind && kAhead && !kOwnOut && tiles > 0) give_q(1 - stage);
         bool ready = sm90::reached(barrier(kFullK + ks.stage), ks.parity);
 #pragma unroll 1
         for (; n > first; --n) {
@@ -889,8 +1096,8 @@ struct PrefillSm90 {
   PA_DEVICE void run(int block, int blocks) const {
     if (thread_x() == 0) {
       for (int i = 0; i < kBarriers; ++i) {
-        const bool full = i < kEmptyQ || (i >= kFullK && i < kEmptyK) || (i >= kFullV && i < kEmptyV);
-        sm90::init(barrier(i), full ? sm90::kGroup : 4 * kConsumers);
+        const bool of_keys = i >= kFullK && i < kEmptyK, full = i < kEmptyQ || of_keys || (i >= kFullV && i < kEmptyV);
+        sm90::init(barrier(i), i >= kPassed ? 3 : kBoxed && (of_keys || (i >= kLanded && i < kFound)) ? 1 : full || i >= kFound ? kFinders : 4 * kConsumers);
       }
       sm90::init_done();
       if (p.flags & kMapped) {
@@ -901,7 +1108,8 @@ struct PrefillSm90 {
     block_sync();
     if (thread_x() < sm90::kGroup) {
       sm90::give_registers<kGiveRegisters>();
-      copying(block, blocks);
+      if constexpr (!kBoxed) copying(block, blocks);
+      else copying_boxes(block, blocks);
     } else {
       sm90::take_registers<kTakeRegisters>();
       computing();

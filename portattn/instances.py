@@ -98,6 +98,7 @@ class Shape(NamedTuple):
     blocks: int  # on a multiprocessor
     rows: int = 0  # of a prefill tile
     keys: int = 0  # that it takes at a time, where tensor maps bring them
+    boxed: bool = False  # it takes nothing but what they bring
 
 
 def decode_shared(kv_bytes: int, dim: int, waves: int, stages: int) -> int:
@@ -236,9 +237,9 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
 
 # 8-bit caches of the Hopper prefill kernel.
 SM90_CACHES = ("float8_e4m3fn", "float8_e5m2")
-# Head size: (warpgroups that compute, keys at a time). Heads of 64 have exponentials enough to do for three, if there are rows for them.
+# Head size: (warpgroups that compute, keys at a time); and, of three warpgroups, the larger tiles of calls that come in boxes.
 SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 80), 256: (2, 64)}
-SM90_LARGE_TILES = {64: (3, 96)}
+SM90_LARGE_TILES = {64: (3, 128), 80: (3, 112), 96: (3, 96), 128: (3, 80)}
 
 
 def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
@@ -249,15 +250,17 @@ def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
     q, stage = panels * 128 * 64 * consumers, panels * 128 * n
     rows = next(h for h in (6, 4, 3, 2) if (h != 3 or panels % 2 == 0) and h * q // 2 + 4 * stage <= room) * q // 2  # h halves of q's place
     k_stages = 3 if rows + 5 * stage <= room else 2
-    return rows + (2 + k_stages) * stage + raw + 984 + 16 * (k_stages - 2)
+    return rows + (2 + k_stages) * stage + raw + 1064 + 16 * (k_stages - 2)
 
 
-def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, large: bool = False) -> Shape:
-    """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile."""
+def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, boxed: bool = False, large: bool = False) -> Shape:
+    """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile. `boxed`: the one of calls whose q, keys and values tensor
+    maps describe, where one warp copies."""
     consumers, n = (SM90_LARGE_TILES if large else SM90_TILES)[dim]
-    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)))
+    options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)),
+               ("PA_BOXED", str(int(boxed))))
     shared = prefill_sm90_shared(1 if kv_dtype.startswith("float8") else 2, dim, consumers, n)
-    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), shared, 0, 1, 64 * consumers, n)
+    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), shared, 0, 1, 64 * consumers, n, boxed)
 
 
 def target(arch: str, instance: Instance) -> str:
@@ -303,7 +306,8 @@ def every_instance(limits: Limits) -> list[Instance]:
                     found += [free_shape(dtype, kv, dim, limits, many, ragged).instance for many in (False, True) for ragged in (False, True)]
         if limits.wgmma:
             found += [prefill_sm90_shape(dtype, kv, dim).instance for kv in (dtype, *SM90_CACHES) for dim in HEAD_DIMS]
-            found += [prefill_sm90_shape(dtype, dtype, dim, large=True).instance for dim in SM90_LARGE_TILES]
+            found += [prefill_sm90_shape(dtype, dtype, dim, True, large).instance for large in (False, True)
+                      for dim in (SM90_LARGE_TILES if large else HEAD_DIMS)]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
     return [*found, Instance("selftest", ())]

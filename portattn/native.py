@@ -32,6 +32,7 @@ from .instances import (
     QUEUES,
     SM90_CACHES,
     SM90_LARGE_TILES,
+    SM90_TILES,
     TILE_ROWS,
     TYPES,
     Instance,
@@ -207,27 +208,36 @@ def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
     return 10 * pairs * -(-rows // TILE_ROWS) > 9 * limits.sms * -(-pairs // limits.sms)
 
 
-LARGE_TILES_PACE = 0.92  # of a row and key in larger tiles, to one in others
+# By head size, the time of a row and key in larger tiles, to one in others.
+LARGE_TILES_PACE = {64: 0.87, 80: 0.93, 96: 0.93, 128: 0.93}
 
 
-def large_tiles_pay(call: Call, problem: Problem, dim: int, limits: Limits) -> bool:
+def in_boxes(call: Call, flags: int) -> bool:
+    """Whether tensor maps can bring all of q, keys and values (`tile_maps`); the driver has the last word."""
+    group = call.q.shape[-2] // call.k.shape[-2]
+    return (flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and call.k.dtype is call.q.dtype and BOX_ROWS % group == 0
+            and call.rotary_cos is None and _aligned(call.q, 16))
+
+
+def large_tiles_pay(call: Call, dim: int, limits: Limits) -> bool:
     """Whether Hopper's larger tiles, if there are any, are sooner through on all multiprocessors, whole tiles and blocks of keys counted. With
     batch_invariant no: other sequences must not decide it."""
-    if problem.kv_dtype != problem.dtype or dim not in SM90_LARGE_TILES or call.batch_invariant:
+    if dim not in SM90_LARGE_TILES or call.batch_invariant:
         return False
-    small, large = (prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, large) for large in (False, True))
-    work = lambda shape: shape.rows * -(-most_tiles(call, shape.rows) // limits.sms) * shape.keys * -(-call.max_seqlen_k // shape.keys)
-    return LARGE_TILES_PACE * work(large) < work(small)
+    def work(tiles: tuple[int, int]) -> int:
+        rows, keys = 64 * tiles[0], tiles[1]
+        return rows * -(-most_tiles(call, rows) // limits.sms) * keys * -(-call.max_seqlen_k // keys)
+    return LARGE_TILES_PACE[dim] * work(SM90_LARGE_TILES[dim]) < work(SM90_TILES[dim])
 
 
-def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits) -> Shape:
+def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits, boxed: bool) -> Shape:
     """The decode kernel where no sequence can have more rows than it is for, else the mixed one or, before which decode is launched on its
-    own, the prefill kernel of Hopper or of AMD's devices."""
+    own, the prefill kernel of Hopper, `boxed` or not, or of AMD's devices."""
     rows = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
     few = rows <= DECODE_ROWS
     same = problem.kv_dtype == problem.dtype
     if limits.wgmma and (not few and (same or problem.kv_dtype in SM90_CACHES) or same and few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
-        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, large_tiles_pay(call, problem, dim, limits))
+        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, boxed, boxed and large_tiles_pay(call, dim, limits))
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
@@ -331,11 +341,12 @@ def kernel_of(call: Call, problem: Problem, limits: Limits) -> Shape:
     """The kernel that serves a call whose pointers are aligned."""
     dim = head_dim_of(problem.head_dim, problem.head_dim_v)
     out = call.out if call.out is not None else torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device="meta")
-    if one_each(call) and limits.clusters and is_plain(call, values := attention_values(call, out), dim):
+    values = attention_values(call, out)
+    if one_each(call) and limits.clusters and is_plain(call, values, dim):
         if pays_clusters(values, limits):
             return plain_shape(problem.dtype, problem.kv_dtype, dim, limits, call.q.dim() == 3)
         return free_shape_of(call, problem, values, dim, limits)
-    return attention_shape(call, problem, dim, limits)
+    return attention_shape(call, problem, dim, limits, in_boxes(call, values["flags"]))
 
 
 def plain_room(values: dict[str, Any], dim: int) -> Room:
@@ -637,12 +648,13 @@ class Merge(_Bound):
 class Attention(_Bound):
     """Attention over dense, varlen or paged keys; with new tokens, they are appended first."""
 
-    def __init__(self, device: Device, call: Call, problem: Problem, plain: bool = True):
+    def __init__(self, device: Device, call: Call, problem: Problem, aligned: bool = True):
         super().__init__(device)
         out = call.out if call.out is not None else self._new_out(call)
         dim = head_dim_of(problem.head_dim, problem.head_dim_v)
         self.problem, self.values = problem, attention_values(call, out)
-        self.launch, self.plain, self.before, self.general = None, False, None, None
+        self.launch, self.before, self.general = None, None, None
+        self.plain, self.boxed = False, False  # kernels for aligned pointers
         self.out_form, self.mapped = mapped(out), 0
         self.turns: threading.Lock | None = None
         self.workspaces = device.workspaces
@@ -656,14 +668,16 @@ class Attention(_Bound):
         if self.empty:
             return
         self.room: Room | None = None  # plain.h's clusters need none
-        plain = plain and device.limits.clusters and is_plain(call, self.values, dim)
+        plain = aligned and device.limits.clusters and is_plain(call, self.values, dim)
         if plain and one_each(call):
             if pays_clusters(self.values, device.limits):
                 self.launch = self._plain_launcher(call, dim, device.limits.sms)
             self.launch = self.launch or self._free_launcher(call, dim, device.limits)
-            self.plain = True  # general: for pointers that turn out not to be aligned
+            self.plain = True
         if not self.plain:
-            self._bind_general(call, dim, plain)
+            boxed = aligned and in_boxes(call, self.values["flags"])
+            if not self._bind_general(call, dim, plain, boxed):
+                self._bind_general(call, dim, plain, False)
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
         self.out_mask = 15 if self.mapped & MAPPED_OUT else 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
         self.q_mask = 15 if self.plain or self.mapped & MAPPED_Q else 0
@@ -714,10 +728,16 @@ class Attention(_Bound):
         self.room = plain_room(values, dim)
         return self._launcher(call, shape, values, (values["lines"], values["workers"]))
 
-    def _bind_general(self, call: Call, dim: int, plain: bool) -> None:
-        """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token."""
+    def _bind_general(self, call: Call, dim: int, plain: bool, boxed: bool) -> bool:
+        """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token. False: the kernel that takes boxes alone would be
+        the one, and the driver maps no such tensors."""
         problem, limits = self.problem, self.device.limits
-        shape = attention_shape(call, problem, dim, limits)
+        shape = attention_shape(call, problem, dim, limits, boxed)
+        if shape.boxed:
+            _, flags = tile_maps(self.device.driver.encode_map, call, self.out_form, shape.keys, self.values["flags"])
+            if flags & (MAPPED | MAPPED_Q) != MAPPED | MAPPED_Q:
+                return False
+        self.boxed = shape.boxed
         values = self.values | sharing(call, shape, limits)
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
@@ -725,7 +745,7 @@ class Attention(_Bound):
         if shape.unit or call.q.dim() == 4 or (shape.keys and look_equal(call)):
             alone = ALL_TILES if shape.keys else 0
             self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | alone}, grid)
-            return
+            return True
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.
         if plain:
@@ -733,12 +753,13 @@ class Attention(_Bound):
         if self.before is not None:
             self.plain = True
             self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | TILED}, grid)
-            return
+            return True
         self.launch = self._launcher(call, shape, values, grid)
         few = decode_shape(problem.dtype, problem.kv_dtype, dim, limits)
         values = self.values | sharing(call, few, limits) | {"flags": self.values["flags"] | TILED}
         self.room = room(values, dim)
         self.before = self._launcher(call, few, values, grid_of(call, few, values))
+        return True
 
     @staticmethod
     def _new_out(call: Call) -> Tensor:
@@ -788,9 +809,9 @@ class Attention(_Bound):
             q, k, v = q + within[0], k + within[1], v + within[2]
         off = ((ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED | MAPPED_OUT if o & self.out_mask else 0)
                | (MAPPED_Q if q & self.q_mask else 0))
-        if self.plain and off:
+        if off and (self.plain or self.boxed):
             if self.general is None:
-                self.general = Attention(self.device, call, self.problem, plain=False)
+                self.general = Attention(self.device, call, self.problem, aligned=False)
             return self.general._run(call, out, lse)
         addresses = [q, k, v, o, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *(self.workspaces.get(stream, self.room) if self.room else (0, 0))]
         if lse is not None:

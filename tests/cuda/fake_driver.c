@@ -1,6 +1,6 @@
 /* A GPU driver that has no GPU: it checks what portattn/driver.py passes, and fails where it is told to.
  *
- * FAKE_FAIL="cuLaunchKernel:2:719" makes the second call of cuLaunchKernel say 719. fake_log() gives one line a call.
+ * FAKE_FAIL="cuLaunchKernel:2:719" makes the second call of cuLaunchKernel say 719, with 0 each call. fake_log() gives one line a call.
  * Built under two sets of names, CUDA's and HIP's (-DHIP). */
 #include <stdint.h>
 #include <stdio.h>
@@ -34,7 +34,7 @@ static int note(int which, const char* name, const char* text) {
   ++calls_[which];
   if (fail && !strncmp(fail, name, strlen(name)) && fail[strlen(name)] == ':') {
     int nth, code;
-    if (sscanf(fail + strlen(name), ":%d:%d", &nth, &code) == 2 && nth == calls_[which]) return code;
+    if (sscanf(fail + strlen(name), ":%d:%d", &nth, &code) == 2 && (nth == calls_[which] || !nth)) return code;
   }
   return 0;
 }

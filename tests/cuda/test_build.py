@@ -20,8 +20,9 @@ ROOT = Path(__file__).parent.parent.parent
 NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="tool: nvcc is not installed")
 FULL = bool(os.environ.get("PORTATTN_CUDA_FULL"))  # every instance for every architecture: minutes
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-# Bytes that may spill: cold registers of the kernel that holds tiles and decode at once.
-SPILL = {"decode": 0, "plain": 0, "append": 0, "merge": 0, "mixed": 160, "prefill_sm90": 64}
+# Bytes that may spill: cold registers of the kernel that holds tiles and decode at once, and of copying threads, which have 32 beside three warpgroups.
+SPILL = {"decode": 0, "plain": 0, "append": 0, "merge": 0, "mixed": 160, "prefill_sm90": 0}
+SPILL_OF_THREE = 120
 
 
 def chosen() -> list[tuple[str, Instance]]:
@@ -42,7 +43,9 @@ def chosen() -> list[tuple[str, Instance]]:
                                          ("sm_100", "bfloat16", 96, True), ("sm_100", "bfloat16", 128, True))),
             ("sm_90", instances.mixed_shape("bfloat16", "bfloat16", 64, limits).instance),
             ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 128).instance),
-            ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 64, large=True).instance),
+            ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 64, boxed=True, large=True).instance),
+            ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 128, boxed=True, large=True).instance),
+            ("sm_90", instances.prefill_sm90_shape("bfloat16", "bfloat16", 256, boxed=True).instance),
             ("sm_90", instances.prefill_sm90_shape("bfloat16", "float8_e4m3fn", 128).instance),
             ("sm_80", instances.small_instance("append", "float16", "float8_e5m2")), ("sm_86", instances.small_instance("merge", "float32"))]
 
@@ -59,7 +62,8 @@ def test_instances_compile_within_their_budgets(arch, instance, tmp_path):
     registers = int(re.search(r"Used (\d+) registers", done.stderr)[1])
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", done.stderr)))
     assert registers * threads * int(options.get("PA_BLOCKS", 1)) <= 65536
-    assert spilled <= SPILL[instance.kernel], f"{spilled} bytes spill"
+    allowed = SPILL_OF_THREE if options.get("PA_CONSUMERS") == "3" else SPILL[instance.kernel]
+    assert spilled <= allowed, f"{spilled} bytes spill"
     assert not re.search(r"\d+ bytes smem", done.stderr), "shared memory is dynamic: its size is the host's to know"
 
 

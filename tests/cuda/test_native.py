@@ -449,11 +449,25 @@ def test_what_no_map_describes_takes_the_other_copies(hopper, monkeypatch):
         assert seen(hopper)["flags"] & ALL_MAPPED == ALL_MAPPED & ~flag
     run(call)
     assert seen(hopper)["flags"] & ALL_MAPPED == ALL_MAPPED
-    monkeypatch.setenv("FAKE_FAIL", "map:1:1")
+    monkeypatch.setenv("FAKE_FAIL", "map:0:1")
     hopper.library.fake_reset()
     refused = native.Attention(hopper, call, problem(q_len="extend"))
     refused(call)
-    assert seen(hopper)["flags"] & native.ALIGNED and seen(hopper)["flags"] & ALL_MAPPED == native.MAPPED_Q | native.MAPPED_OUT
+    assert seen(hopper)["flags"] & native.ALIGNED and not seen(hopper)["flags"] & ALL_MAPPED
+    assert (option(run, "boxed"), option(run.general, "boxed"), option(refused, "boxed")) == ("1", "0", "0"), "the kernel that takes boxes alone needs maps"
+
+
+@pytest.mark.parametrize("changed, boxed", [
+    (dict(), "1"), (dict(k=torch.zeros(6, 24, 2, 64, dtype=torch.bfloat16), v=torch.zeros(6, 24, 2, 64, dtype=torch.bfloat16)), "0"),
+    (dict(rotary_cos=torch.zeros(4096, 32), rotary_sin=torch.zeros(4096, 32)), "0"),
+    (dict(q=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16)), "0"),
+    (dict(out=torch.zeros(3, 70, 8, 64)), "1"),
+], ids=["all", "pages", "rotary", "group", "float"])
+def test_the_kernel_that_takes_boxes_alone_serves_where_they_bring_q_keys_and_values(hopper, changed, boxed):
+    call = chunk(**changed)
+    run = native.Attention(hopper, call, problem(q_len="extend"))
+    run(call)
+    assert option(run, "boxed") == boxed and run.launch.function.what.startswith(f"{native.kernel_of(call, problem(q_len='extend'), hopper.limits).instance} ")
 
 
 @pytest.mark.parametrize("changed, flags", [
@@ -521,15 +535,20 @@ def test_every_launch_may_begin_before_the_one_before_has_ended_where_the_device
         assert len(launches(hopper)) - before == 7 and all(x.endswith(said) for x in launches(hopper)[before:])
 
 
-@pytest.mark.parametrize("batch, tokens, heads, rows", [(2, 8192, 16, 192), (8, 2048, 16, 192), (32, 512, 16, 128), (1, 1024, 8, 128), (16, 4096, 1, 128), (2, 8192, 64, 192)])
-def test_heads_of_64_have_larger_tiles_where_all_multiprocessors_end_sooner_with_them(hopper, batch, tokens, heads, rows):
+@pytest.mark.parametrize("dim, batch, tokens, heads, rows", [
+    (64, 2, 8192, 16, 192), (64, 8, 2048, 16, 192), (64, 1, 1024, 8, 128), (64, 2, 8192, 64, 192), (128, 2, 8192, 16, 192), (128, 32, 512, 16, 128),
+    (96, 4, 4096, 16, 192), (256, 4, 4096, 16, 128),
+])
+def test_tiles_are_larger_where_all_multiprocessors_end_sooner_with_them(hopper, dim, batch, tokens, heads, rows):
     """Under batch_invariant the other sequences decide nothing, and larger tiles have keys in other blocks."""
     hopper.limits = hopper.limits._replace(sms=132)
-    def tile(**more):
-        q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(batch, tokens, heads, 64)
-        call = Call(q, q, q, 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens, **more)
-        return native.kernel_of(call, problem(layout="dense", page_size=0, q_len="prefill", num_heads_q=heads, num_heads_kv=heads), hopper.limits).rows
-    assert tile() == rows and tile(batch_invariant=True) == 128
+    def tile(heads_q=heads, **more):
+        k = torch.zeros(1, 1, 1, dim, dtype=torch.bfloat16).expand(batch, tokens, heads, dim)
+        q = k[:, :, :1].expand(batch, tokens, heads_q, dim)
+        call = Call(q, k, k, 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens, **more)
+        asked = problem(layout="dense", page_size=0, q_len="prefill", num_heads_q=heads_q, num_heads_kv=heads, head_dim=dim, head_dim_v=dim)
+        return native.kernel_of(call, asked, hopper.limits).rows
+    assert tile() == rows and tile(batch_invariant=True) == 128 and tile(3 * heads) == 128, "three heads: not in boxes, so not in larger tiles"
 
 
 def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):

@@ -3,9 +3,9 @@
 
 using namespace portattn;
 #ifdef PA_TOGETHER
-using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N, PA_TOGETHER>;
+using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N, PA_BOXED, PA_TOGETHER>;
 #else
-using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N>;
+using Kernel = PrefillSm90<PA_T, PA_C, PA_D, PA_CONSUMERS, PA_N, PA_BOXED>;
 #endif
 
 extern "C" int portattn_simt_prefill_sm90(const AttentionParams* p, const TileMaps* maps, int grid_x, int grid_y, int order, unsigned seed, char* error, int capacity) {

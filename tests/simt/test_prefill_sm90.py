@@ -19,14 +19,17 @@ from .test_decode import paged, poisoned_left
 pytestmark = pytest.mark.skipif(host.compiler() is None, reason="no C++ compiler")
 
 
-def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, order: int = host.FORWARD, seed: int = 0, maps: bool = True,
+def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, boxed: bool | None = None, order: int = host.FORWARD, seed: int = 0, maps: bool = True,
                  more_flags: int = 0, **more: int):
-    """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps."""
+    """(out, lse) of the kernel on `blocks` multiprocessors; checks that the counters are zero again. `maps`: that k and v have tensor maps;
+    `boxed`: the instance of calls that they bring, by default wherever it can serve."""
     prepared = host.prepare(call, grid=1)
     options = {name: prepared.launches[0].options[name] for name in ("t", "c", "d")}
-    library = host.build("prefill_sm90", consumers=consumers, n=n, **options, **more)
     packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
     flags = int.from_bytes(packed[at : at + 4], "little")
+    can = maps and native.in_boxes(call, flags) and call.q.data_ptr() % 16 == 0
+    assert can or not boxed
+    library = host.build("prefill_sm90", consumers=consumers, n=n, boxed=int(can if boxed is None else boxed), **options, **more)
     out = call.out if call.out is not None else prepared.out
     made, mapped = native.tile_maps(library.portattn_simt_encode if maps else None, call, native.mapped(out), n, flags)
     same = call.k.dtype is call.q.dtype
@@ -59,12 +62,13 @@ def check(call, args, kw, skip=(), **how):
     return out, lse
 
 
+@pytest.mark.parametrize("boxed", [None, False])
 @pytest.mark.parametrize("options", [
     dict(), dict(causal=False), dict(window=(40, 0)), dict(window=(30, 5), causal=False), dict(softcap=3.0), dict(offset=1),
     dict(sinks=torch.tensor([1.0, -2.0, float("-inf"), 8.0])), dict(alibi_slopes=torch.tensor([0.5, 0.1, 0.0, 2.0])), dict(page=7),
 ], ids=lambda o: "-".join(o) or "causal")
-def test_chunks(options):
-    check(*paged([150, 33, 200, 0, 90], q_lens=[70, 1, 40, 0, 50], **options), skip=(1, 3))
+def test_chunks(options, boxed):
+    check(*paged([150, 33, 200, 0, 90], q_lens=[70, 1, 40, 0, 50], **options), skip=(1, 3), boxed=boxed)
 
 
 @pytest.mark.parametrize("q_lens", [[70, 1, 40, 0, 5], [8, 8, 8, 8, 8], [1, 1, 2, 1, 1]], ids=str)
@@ -138,6 +142,19 @@ def test_boxes_of_out_stay_within_their_sequence(dim, n, order):
     close_out(out[:391], want, reference.plain(reference.attention_paged, *args, **kw)[0], call.q.dtype)
 
 
+@pytest.mark.parametrize("blocks, order", [(1, host.REVERSE), (3, host.RANDOM)])
+@pytest.mark.parametrize("dim, consumers, n", [(64, 3, 128), (128, 3, 80), (192, 2, 80), (256, 2, 64)])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(), dict(causal=True, window_left=130), dict(causal=True, max_seqlen_k=200)], ids=["causal", "full", "window", "more_queries"])
+def test_dense_in_boxes_alone(dim, consumers, n, options, blocks, order):
+    g = torch.Generator().manual_seed(3)
+    keys = options.get("max_seqlen_k", 330)
+    q, k, v = (torch.randn(2, s, h, dim, generator=g).half() for s, h in ((330, 4), (keys, 2), (keys, 2)))
+    call = Call(q, k, v, 0.125, max_seqlen_q=330, **dict(max_seqlen_k=330) | options)
+    out, lse = prefill_sm90(call, consumers=consumers, n=n, boxed=True, blocks=blocks, order=order)
+    kw = dict(causal=call.causal, softmax_scale=0.125, window_size=(call.window_left, -1))
+    close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
+
+
 @pytest.mark.parametrize("scale", [0.125, -0.5, 0.0])
 def test_dense(scale):
     g = torch.Generator().manual_seed(3)
@@ -147,8 +164,9 @@ def test_dense(scale):
     close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
 
 
+@pytest.mark.parametrize("boxed", [True, False])
 @pytest.mark.parametrize("order", [host.FORWARD, host.RANDOM])
-def test_ragged_keys_among_which_others_poison_lies(order):
+def test_ragged_keys_among_which_others_poison_lies(order, boxed):
     """Blocks that come in boxes, and tails, which stop at a sequence's end: behind it are another one's NaN."""
     g = torch.Generator().manual_seed(5)
     q_lens, k_lens = [70, 150, 40], [130, 260, 64]
@@ -158,7 +176,7 @@ def test_ragged_keys_among_which_others_poison_lies(order):
     for x in poisoned:
         x[130:390] = float("nan")
     call = Call(q, *poisoned, 0.125, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=150, max_seqlen_k=260)
-    out, lse = prefill_sm90(call, order=order)
+    out, lse = prefill_sm90(call, order=order, boxed=boxed)
     args = (q, k, v, cu_q, cu_k, 150, 260)
     want, plain = (f(*args, causal=True, softmax_scale=0.125)[0] for f in (reference.attention_varlen, functools.partial(reference.plain, reference.attention_varlen)))
     keep = torch.cat([torch.arange(70), torch.arange(220, 260)])
@@ -167,11 +185,11 @@ def test_ragged_keys_among_which_others_poison_lies(order):
 
 
 @pytest.mark.parametrize("order", [host.FORWARD, host.RANDOM])
-@pytest.mark.parametrize("page", [1, 16, 48])
-def test_pages_left_of_every_window_may_hold_anything(page, order):
+@pytest.mark.parametrize("page, boxed", [(1, False), (16, False), (16, True), (48, False), (48, True)])
+def test_pages_left_of_every_window_may_hold_anything(page, order, boxed):
     """Blocks with such pages come in pieces after others that came in boxes, the warps without boxes far ahead."""
     call, args, kw = paged([300, 420, 133], q_lens=[90, 150, 40], window=(150, 0), page=page)
-    check(poisoned_left(call), args, kw, order=order, blocks=1)
+    check(poisoned_left(call), args, kw, order=order, blocks=1, boxed=boxed)
 
 
 @pytest.mark.parametrize("maps", [True, False])
@@ -207,8 +225,9 @@ def test_caches_of_8_bits(cache, dtype, dim, n, order, options):
 @pytest.mark.parametrize("kv", ["bfloat16", *instances.SM90_CACHES])
 @pytest.mark.parametrize("dim", instances.HEAD_DIMS)
 def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim, kv):
-    for large in (False, True) if kv == "bfloat16" and dim in instances.SM90_LARGE_TILES else (False,):
-        shape = instances.prefill_sm90_shape("bfloat16", kv, dim, large)
+    boxed = [(True, large) for large in (False, True) if not large or dim in instances.SM90_LARGE_TILES] if kv == "bfloat16" else []
+    for how in [(False, False), *boxed]:
+        shape = instances.prefill_sm90_shape("bfloat16", kv, dim, *how)
         assert shape.shared <= instances.limits_of("sm_90").shared_block
         if dim in (96, 192, 256) and kv != "float8_e5m2" or shape.rows > 128:
             options = {name[3:].lower(): value for name, value in shape.instance.options}
