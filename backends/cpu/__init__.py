@@ -185,12 +185,14 @@ def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
 
 def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound) -> tuple[Tensor, Tensor]:
     """outs (n, ..., Hq, Dv), lses (n, ..., Hq) float32: the state over the union of their keys."""
-    lib = library.library()
+    run = bound.state.get("run")
+    if run is None:  # to look for the library costs ten times as much as a small merge
+        run = bound.state["run"] = library.library().pa_merge
     outs, lses = outs.contiguous(), lses.contiguous()
     sinks = sinks if sinks is None else sinks.float().contiguous()
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    _checked(lib.pa_merge(outs.shape[0], lse.numel(), lses.shape[-1], outs.shape[-1], _type(outs), outs.data_ptr(), lses.data_ptr(), _at(sinks),
-                          out.data_ptr(), lse.data_ptr(), _threads()))
+    _checked(run(outs.shape[0], lse.numel(), lses.shape[-1], outs.shape[-1], _type(outs), outs.data_ptr(), lses.data_ptr(), _at(sinks), out.data_ptr(),
+                 lse.data_ptr(), _threads()))
     return out, lse
 
 

@@ -233,3 +233,16 @@ def test_what_cmake_builds_is_found_and_serves_without_a_compiler(monkeypatch, t
         for cached in (library._prebuilt_index, library._prebuilt, library._load):
             cached.cache_clear()
         registry.forget()
+
+
+@pytest.mark.skipif(bool(registry.probe("cpu", "cpu")), reason="no CPU kernels here")
+def test_calls_of_a_known_kind_do_not_look_for_the_library_again(monkeypatch):
+    outs, lses = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+    q, new, cache = torch.randn(1, 1, 4, 8), torch.randn(1, 2, 8), torch.zeros(2, 4, 2, 8)
+    calls = (lambda: portattn.merge_states(outs, lses, backend="cpu"), lambda: portattn.attention(q, q, q, backend="cpu"),
+             lambda: portattn.cache_append(new, new, cache, cache.clone(), torch.tensor([1]), backend="cpu"))
+    for call in calls:
+        call()
+    monkeypatch.setattr(library, "library", lambda: pytest.fail("looked for"))
+    for call in calls:
+        call()
