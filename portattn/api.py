@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from . import config, overlaps, registry, validate
+from . import config, freed, overlaps, registry, validate
 from .device import capturing, without_autocast
 from .dialect import AFTER, OURS, after, lse_as
 from .problem import Call
@@ -650,6 +650,7 @@ def _bind(call: Any, args: tuple, kwargs: dict, known_answer: bool) -> tuple[Any
 
 
 def _merge_states(bound: Bound, outs, lses, sinks=None, **_):
+    freed.refuse("merge_states", outs=outs, lses=lses, sinks=sinks)
     stack = lambda x: x if isinstance(x, Tensor) else torch.stack(tuple(x))
     return bound.adapter.merge_states(stack(outs), stack(lses), sinks if sinks is None else sinks.contiguous(), bound)
 

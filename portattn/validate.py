@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from . import config, registry
+from . import config, freed, registry
 from .device import capturing, facts
 from .dialect import AFTER, OURS, PREFIX_SUMS
 from .errors import ArgumentError, ArgumentTypeError
@@ -85,6 +85,8 @@ class Faults:
         if x.layout is not torch.strided:
             self.value(name, "a strided tensor", x.layout)
             return False
+        if short := freed.shortage(x):
+            self.value(name, *freed.wanted(short))
         ok = True
         ranks = (ndim,) if isinstance(ndim, int) else ndim
         if x.dim() not in ranks:
@@ -244,19 +246,25 @@ def _loose(x: Tensor | None) -> bool:
     return x is not None and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
 
 
-def _copies(named: dict[str, Tensor | None], whole: tuple[str, ...] = ()) -> tuple[tuple[bool, ...], tuple[str, ...]]:
-    """(which to copy, what explain() says); of those in `whole`, kernels read rows without gaps."""
+def _copies(named: dict[str, Tensor | None], whole: tuple[str, ...] = ()) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the name of each that is to be copied, else "", what explain() says); of those in `whole`, kernels read rows without gaps."""
     flags, notes = [], []
     for name, x in named.items():
         gaps = name in whole and x is not None and not x.is_contiguous()
-        flags.append(gaps or _loose(x))
+        flags.append(name if gaps or _loose(x) else "")
         if flags[-1]:
             notes.append(f"{name} copied: " + ("its rows have gaps" if gaps else "its last stride is not 1"))
     return tuple(flags), tuple(notes)
 
 
-def _tight(flags: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(x.contiguous() if flag else x for flag, x in zip(flags, tensors))
+def _tight(call: str, flags: tuple[str, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(_copied(call, flag, x) if flag and x is not None else x for flag, x in zip(flags, tensors))
+
+
+def _copied(call: str, name: str, x: Tensor) -> Tensor:
+    if x.data_ptr() < freed.LOW:  # torch itself would read there
+        freed.refuse(call, **{name: x})
+    return x.contiguous()
 
 
 def _problem(layout: str, q: Tensor, kv: Tensor, heads: tuple[int, int], dims: tuple[int, int], n: Normal,
@@ -322,12 +330,16 @@ def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slop
     if swap or any(flags) or bias is not None or _loose(sinks) or _loose(alibi_slopes):
 
         def extra(q, k, v, bias, alibi_slopes, sinks, out):
-            q, k, v = _tight(flags, q, k, v)
-            if swap:
-                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                out = out if out is None else out.transpose(1, 2)
-            bias = bias if bias is None else bias.expand(full)
-            return q, k, v, bias, *(x if x is None else x.contiguous() for x in (alibi_slopes, sinks)), out
+            try:
+                q, k, v = _tight(f.call, flags, q, k, v)
+                if swap:
+                    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                    out = out if out is None else out.transpose(1, 2)
+                bias = bias if bias is None else bias.expand(full)
+                return q, k, v, bias, *_tight(f.call, ("alibi_slopes", "sinks"), alibi_slopes, sinks), out
+            except RuntimeError:  # torch makes no view of what was freed
+                freed.refuse(f.call, q=q, k=k, v=v, bias=bias, out=out)
+                raise
 
     problem = _problem("dense", q, k, (hq, k.shape[head]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(sq, sk),
                        bias=bias is not None, sinks=sinks is not None, alibi=alibi_slopes is not None,
@@ -371,7 +383,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
     flags, notes = _copies(tensors)
     max_q, max_k = min(max_q, q.shape[0]), min(max_k, k.shape[0])
     n = n._replace(max_q=max_q, max_k=max_k, notes=notes, scores=batch * q.shape[1] * max_q * max_k)
-    extra = (lambda *t: _tight(flags, *t)) if any(flags) else None
+    extra = (lambda *t: _tight(f.call, flags, *t)) if any(flags) else None
     problem = _problem("varlen", q, k, (q.shape[1], k.shape[1]), (q.shape[-1], v.shape[-1]), n, q_len=q_len_class(max_q, max_k),
                        sinks=sinks is not None, alibi=alibi_slopes is not None, grad=_needs_grad(q, k, v, alibi_slopes, sinks),
                        out_dtype=dtype_name((q if out is None else out).dtype))
@@ -439,8 +451,12 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     if hnd or any(flags):
 
         def extra(*tensors):
-            tensors = _tight(flags, *tensors)
-            return (tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2), *tensors[3:]) if hnd else tensors
+            tensors = _tight(f.call, flags, *tensors)
+            try:
+                return (tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2), *tensors[3:]) if hnd else tensors
+            except RuntimeError:
+                freed.refuse(f.call, k_cache=tensors[1], v_cache=tensors[2])
+                raise
 
     problem = _problem("paged", q, k_cache, (hq, hkv), (d, dv), n, page_size=page, q_len=q_len_class(max_q, None),
                        sinks=sinks is not None, alibi=alibi_slopes is not None, rotary=rotary_cos is not None,
@@ -535,8 +551,12 @@ def cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_sca
     if hnd or any(flags):
 
         def extra(*tensors):
-            k, v, k_cache, v_cache, slots = _tight(flags, *tensors)
-            return (k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots) if hnd else (k, v, k_cache, v_cache, slots)
+            k, v, k_cache, v_cache, slots = _tight(f.call, flags, *tensors)
+            try:
+                return (k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots) if hnd else (k, v, k_cache, v_cache, slots)
+            except RuntimeError:
+                freed.refuse(f.call, k_cache=k_cache, v_cache=v_cache)
+                raise
 
     n = Normal(check=config.flag("PORTATTN_CHECK"), notes=notes)
     problem = _problem("cache_append", k, k_cache, (hkv, hkv), (k.shape[-1], v.shape[-1]), n, page_size=page,
@@ -559,6 +579,8 @@ def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) 
         items = list(x) if isinstance(x, (list, tuple)) else None
         if items is None or not all(isinstance(t, Tensor) for t in items):
             f.type(name, "a sequence of tensors, or one tensor with a leading axis", x)
+        elif short := next(filter(None, map(freed.shortage, items)), None):  # torch itself would read there
+            f.value(name, *freed.wanted(short))
         elif not items:
             f.value(name, "at least one state", "none")
         elif any((t.shape, t.dtype, t.device) != (items[0].shape, items[0].dtype, items[0].device) for t in items):
@@ -573,6 +595,8 @@ def merge_states(outs, lses, sinks, backend, memo, remember, known_answer=True) 
                                        getattr(sinks, "device", None)),
            _needs_grad(outs, lses, sinks), backend, registry.current_order(), config.call_state())
     bound = memo.get(key)
+    if bound is None or outs.data_ptr() < freed.LOW or lses.data_ptr() < freed.LOW or (sinks is not None and sinks.data_ptr() < freed.LOW):
+        freed.refuse("merge_states", outs=outs, lses=lses, sinks=sinks)
     if bound is None:
         if outs.dim() < 3:
             f.value("outs", "(states, ..., heads, head_dim_v)", f"shape {tuple(outs.shape)}")
@@ -630,7 +654,9 @@ def values(call: Call) -> None:
     """
     if capturing(call.q.device):
         return
-    f = Faults("attention_paged" if call.block_table is not None else "attention_varlen")
+    name, tensors = freed.named(call)
+    freed.refuse(name, **tensors)
+    f = Faults(name)
     q_lens = _prefix_sums(f, "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], "max_seqlen_q", call.max_seqlen_q)
     if call.block_table is None:
         k_lens = _prefix_sums(f, "cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0], "max_seqlen_k", call.max_seqlen_k)

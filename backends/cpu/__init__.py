@@ -12,6 +12,7 @@ import struct
 import torch
 from torch import Tensor
 
+from portattn import freed
 from portattn.capability import Reason
 from portattn.errors import KernelError
 from portattn.problem import Call
@@ -22,6 +23,8 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 4} 
 _DENSE, _VARLEN, _PAGED, _PAGED_RAGGED = range(4)
 DIALECT = True  # lengths are read, and lse is written, as the caller says
 _ARGS = struct.Struct("20Q4q4d")
+_GIVEN = struct.Struct("q2Q")  # the last fields of Shape
+_MAY_BE_FREED = 2  # attention.cpp
 _NO_MEMORY = "the CPU kernels found no memory for their work space"
 _threads = torch.get_num_threads
 
@@ -95,20 +98,46 @@ def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: in
     return struct.pack(f"{len(fields)}q", *fields)
 
 
+_low = (0, 0)  # from where to where memory was found below freed.LOW
+
+
+def _given(*tensors: Tensor | None) -> bytes:
+    """The rest of struct Shape; tensors in the order of Args."""
+    return _GIVEN.pack(sum(1 << i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.numel()), *_low)
+
+
 def _checked(code: int) -> None:
     if code:
         raise KernelError(_NO_MEMORY)
 
 
+def _look_closer(code: int, state: dict, args: bytes, name: str, tensors: dict) -> None:
+    """After the kernels said `code`: where a tensor may have been freed, that is an error, or the call runs and such addresses are known."""
+    global _low
+    if code == _MAY_BE_FREED:
+        freed.refuse(name, **tensors)
+        shape, given = state["shape"][:-_GIVEN.size], _GIVEN.unpack(state["shape"][-_GIVEN.size:])[0]
+        found = [at for i, at in enumerate(_ARGS.unpack(args)[:20]) if given >> i & 1 and at < freed.LOW]
+        if found:
+            _low = (min(_low[0] or freed.LOW, min(found) >> 16 << 16), max(_low[1], (max(found) >> 24) + 1 << 24))
+        state["shape"] = shape + _GIVEN.pack(given, *_low)
+        code = state["run"](shape + _GIVEN.pack(0, 0, 0), args)
+    _checked(code)
+
+
 def _tidy(call: Call) -> Call:
     """Small tensors as the kernels read them: lengths and sinks without gaps, sinks float32, cos and sin of one type."""
-    fixed = {name: x.contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "kv_lens")
-             if (x := getattr(call, name)) is not None and not x.is_contiguous()}
+    loose = [name for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "kv_lens") if (x := getattr(call, name)) is not None and not x.is_contiguous()]
     if (sinks := call.sinks) is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
-        fixed["sinks"] = sinks.float().contiguous()
+        loose.append("sinks")
     if (cos := call.rotary_cos) is not None and (cos.dtype != call.rotary_sin.dtype or cos.stride(-1) != 1 or call.rotary_sin.stride(-1) != 1):
-        fixed |= {"rotary_cos": cos.float().contiguous(), "rotary_sin": call.rotary_sin.float().contiguous()}
-    return call._replace(**fixed) if fixed else call
+        loose += ["rotary_cos", "rotary_sin"]
+    if not loose:
+        return call
+    given = {name: getattr(call, name) for name in loose}
+    if any([x.data_ptr() < freed.LOW for x in given.values()]):
+        freed.refuse(freed.named(call)[0], **given)
+    return call._replace(**{name: x.float().contiguous() if x.is_floating_point() else x.contiguous() for name, x in given.items()})
 
 
 def _bind(call: Call, bound, out: Tensor) -> None:
@@ -129,7 +158,9 @@ def _bind(call: Call, bound, out: Tensor) -> None:
         k_new=call.k_new, v_new=call.v_new, table=call.block_table,
         lengths=(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens), bias=call.bias, alibi=call.alibi_slopes,
         k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,
-        invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.lse_form else lse, lse_form=call.lse_form)
+        invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.lse_form else lse, lse_form=call.lse_form) + _given(
+            call.q, call.k, call.v, out, None, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens, call.bias,
+            call.alibi_slopes, call.sinks, call.k_new, call.v_new, call.rotary_cos, call.rotary_sin, call.k_scale, call.v_scale)
     state["out"], state["lse"] = tuple(out.shape), tuple(lse.shape)  # a torch.Size takes longer to read
     state["table"], state["values"] = _codes(call.k)
     state["run"] = lib.pa_attention
@@ -163,8 +194,8 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
         0 if sinks is None else sinks.data_ptr(), 0 if k_new is None else k_new.data_ptr(), 0 if v_new is None else v_new.data_ptr(),
         0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(), k_scales, v_scales, state["values"],
         left, 0 if causal else right, splits, _threads(), scale, softcap, k_scale, v_scale)
-    if run(state["shape"], args):
-        raise KernelError(_NO_MEMORY)
+    if code := run(state["shape"], args):
+        _look_closer(code, state, args, *freed.named(call._replace(out=out)))
     return out if lse is None else (out, lse)
 
 
@@ -173,14 +204,17 @@ def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
     state = bound.state
     if "run" not in state:
         state["shape"] = _shape(_PAGED, 1, k.shape[0], 0, k, k.shape[1], k_cache, v_cache, None, k_new=k, v_new=v, table=slot_mapping,
-                                k_scale=k_scale, v_scale=v_scale)
+                                k_scale=k_scale, v_scale=v_scale) + _given(None, k_cache, v_cache, None, None, slot_mapping, *[None] * 7, k, v,
+                                                                           None, None, k_scale, v_scale)
         state["table"], state["values"] = _codes(k_cache)
         state["run"] = library.library().pa_cache_append
     k_scales, k_value = _scale(k_scale)
     v_scales, v_value = _scale(v_scale)
     args = _ARGS.pack(0, k_cache.data_ptr(), v_cache.data_ptr(), 0, 0, slot_mapping.data_ptr(), 0, 0, 0, 0, 0, 0, 0, k.data_ptr(), v.data_ptr(), 0, 0,
                       k_scales, v_scales, state["values"], -1, -1, 0, _threads(), 1.0, 0.0, k_value, v_value)
-    _checked(state["run"](state["shape"], args))
+    if code := state["run"](state["shape"], args):
+        _look_closer(code, state, args, "cache_append", dict(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, k_scale=k_scale,
+                                                             v_scale=v_scale))
 
 
 def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 namespace pa {
 
@@ -27,6 +28,8 @@ struct Shape {
   int64_t counting, lse_form;  // what lens count; what the lse of a row that sees no key is
   int64_t rotary_half, rotary_interleaved, rotary_type, rotary_rows, cos, sin;
   int64_t invariant;
+  int64_t given;                // bit i: address i of Args is a tensor's that has elements
+  uint64_t low_from, low_to;    // where memory was found below kLow
 };
 
 struct Args {
@@ -40,6 +43,18 @@ struct Args {
   int64_t left, right, splits, threads;
   double scale, softcap, k_scale, v_scale;
 };
+
+constexpr int kAddresses = 20;  // fields of Args, the first ones
+constexpr uint64_t kLow = uint64_t{1} << 36;  // below it lies no memory but that of programs at fixed places and of some systems
+
+// Whether some tensor's storage may have been freed: its address is then its offset into nothing.
+inline bool may_be_freed(const Shape& s, const Args& a) {
+  uint64_t at[kAddresses];
+  std::memcpy(at, &a, sizeof(at));
+  bool found = false;
+  for (int i = 0; i < kAddresses; i++) found |= (s.given >> i & 1) && at[i] < kLow && (at[i] < s.low_from || at[i] >= s.low_to);
+  return found;
+}
 
 inline int64_t entry(const void* base, int64_t i, int64_t is_64) {
   return is_64 ? static_cast<const int64_t*>(base)[i] : static_cast<const int32_t*>(base)[i];

@@ -205,6 +205,23 @@ def test_out_that_does_not_fit_or_overlaps_is_refused(target: Target) -> None:
         hold_error(target, changed(call, out=torch.zeros_like(q)[:, :1]), "out")
 
 
+@rule("C-ERR")
+def test_a_tensor_whose_storage_was_freed_is_refused(target: Target) -> None:
+    """In the first call of its kind, before a kernel or torch reads there: shapes that no other test has."""
+    for case in ("dense-f32-h4x2-d32-q6k11*2", "varlen-f32-h4x2-d32-q6k11+q1k19", "paged-f32-h4x2-d32-p4-q6k11*2"):
+        for place, name in enumerate(("q", "k", "v")):
+            call = target.build(case)
+            args = [x.clone() if isinstance(x, torch.Tensor) else x for x in call.args]
+            args[place].untyped_storage().resize_(0)
+            try:
+                getattr(portattn, call.function)(*args, **{"backend": target.backend, **call.kwargs})
+            except ArgumentError as error:
+                if f"{name}_cache" not in str(error) and f"{name}: wanted a storage" not in str(error):
+                    raise Mismatch(f"wanted an error that names {name}, got: {error}") from error
+            else:
+                raise Mismatch(f"{name} without memory: wanted an ArgumentError, but the call ran")
+
+
 @rule("C-ERR", devices=("cuda", "mps", "xpu"))
 def test_tensors_of_two_devices_are_refused(target: Target) -> None:
     for base in BASE.values():
