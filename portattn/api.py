@@ -368,8 +368,8 @@ def attention_paged(
         block_table: (B, M) int32 or int64 page ids; pages may be shared and repeated.
         kv_lens: (B,) int32 or int64: keys attended to, this call's appended tokens included; negative is 0.
         max_seqlen_q: upper bound of the query lengths, a host int; default Tq (ragged) or Sq.
-        k, v: new tokens, shaped like q with Hkv heads (and Dv). They are written at positions
-            ``kv_lens - Lq .. kv_lens - 1`` before the call attends; negative positions are not written.
+        k, v: new tokens, shaped like q with Hkv heads (and Dv), that share no memory with a cache. They are written
+            at positions ``kv_lens - Lq .. kv_lens - 1`` before the call attends; negative positions are not written.
         rotary_cos, rotary_sin: (max position, rotary_dim / 2) float32 or q's dtype. q turns at its position
             ``i + Lk - Lq``, an appended key at the one where it lands; the cache stores turned keys.
         rotary_interleaved: pairs (0, 1), (2, 3), …; default pairs (i, i + rotary_dim / 2).
@@ -473,7 +473,7 @@ def cache_append(
     """Writes tokens into a paged cache: token t goes to slot ``slot_mapping[t] = page * P + offset``; negative: skipped.
 
     Args:
-        k: (T, Hkv, D) float32, float16 or bfloat16; v: (T, Hkv, Dv) of k's dtype.
+        k: (T, Hkv, D) float32, float16 or bfloat16; v: (T, Hkv, Dv) of k's dtype. Neither shares memory with a cache.
         k_cache, v_cache: as in `attention_paged`, of k's dtype or an 8-bit one; written in place.
         slot_mapping: (T,) int32 or int64. If two tokens share a slot, one of them stays.
         k_scale, v_scale: a number, or float32 () or (Hkv,): stores x / scale, rounded to nearest even, saturated.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import dialect, overlaps
+from .appended import Appended
 from .device import maker
 from .driver import Driver, Function, LaunchConfig
 from .errors import KernelError
@@ -604,6 +605,8 @@ class Append(_Bound):
     def __init__(self, device: Device, k: Tensor, values: dict[str, Any], dtype: str, kv_dtype: str, about: str):
         super().__init__(device)
         self.tokens = k.shape[:-2].numel() if values["heads_kv"] else 0
+        self.appended: Appended | None = None
+        self.apart: set[tuple[int, ...]] = set()  # its own, once it is there
         if self.tokens:
             function = device.function(small_instance("append", dtype, kv_dtype), 0)
             self.launch = Launcher(function, APPEND, values, (self.tokens, 1), SMALL_THREADS, about, overlapping=device.limits.overlap)
@@ -615,10 +618,19 @@ class Append(_Bound):
         if not self.there():
             with torch.cuda.device(self.index):
                 return self(k, v, k_cache, v_cache, slots, k_scale, v_scale, call)
-        found = (0, 0, 0, 0, 0) if call is None else (
+        lengths, table, cu_q, cos, sin = (0, 0, 0, 0, 0) if call is None else (
             _address(call.kv_lens), _address(call.block_table), _address(call.cu_seqlens_q), _address(call.rotary_cos), _address(call.rotary_sin))
-        self.launch(self.stream(), 0, (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _address(slots), *found[:3],
-                                       _tensor_address(k_scale), _tensor_address(v_scale), *found[3:]))
+        places = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+        if places not in self.apart:
+            self._look("cache_append" if call is None else "attention_paged", places, k, v, k_cache, v_cache)
+        self.launch(self.stream(), 0, (*places, 0 if slots is None else slots.data_ptr(), lengths, table, cu_q,
+                                       0 if k_scale is None else _tensor_address(k_scale), 0 if v_scale is None else _tensor_address(v_scale), cos, sin))
+
+    def _look(self, name: str, places: tuple[int, ...], *tensors: Tensor) -> None:
+        if self.appended is None:
+            self.appended = Appended(*tensors)
+            self.apart = self.appended.apart
+        self.appended.look(name, places, *tensors)
 
 
 class Merge(_Bound):

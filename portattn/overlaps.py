@@ -40,6 +40,14 @@ class Reaches:
         return found
 
 
+def share(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share a byte. A tensor without elements has no address, and one that is only said to be has none to tell."""
+    if any(torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python) for t in (x, other)):
+        return False
+    at, to = x.data_ptr(), other.data_ptr()
+    return bool(at and to) and -reach(x) < at - to < reach(other) and meet(x, other, at - to)
+
+
 def meet(x: Tensor, out: Tensor, offset: int) -> bool:
     """Whether x, which begins `offset` bytes after `out`, shares a byte with it."""
     runs = [_runs(tuple(t.shape), t.stride(), t.element_size()) for t in (x, out)]
@@ -84,4 +92,4 @@ def _starts(axes: tuple[tuple[int, int], ...]) -> Tensor | None:
     return starts.sort().values
 
 
-__all__ = ["meet", "reach"]
+__all__ = ["Reaches", "meet", "reach", "share"]

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from . import config, freed, registry
+from . import config, freed, overlaps, registry
 from .device import capturing, facts
 from .dialect import AFTER, OURS, PREFIX_SUMS
 from .errors import ArgumentError, ArgumentTypeError
@@ -215,6 +215,12 @@ class Faults:
             self.value("out", "memory of its own", "the memory of an input")
         if torch.is_grad_enabled() and (x.requires_grad or any(isinstance(t, Tensor) and t.requires_grad for t in inputs)):
             self.value("out", "no input that requires grad together with out= in grad mode", "one that does; use torch.no_grad()")
+
+    def appended(self, name: str, x: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """New tokens are read as caches are written; those that are copied first may be anywhere."""
+        for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if x.device == cache.device and not _loose(x) and overlaps.share(x, cache):
+                self.value(name, "memory of its own", f"some of the memory of {cache_name}")
 
     def lengths(self, name: str, x: Any, q: Any, length: int | None = None, why: str = "") -> bool:
         ok = self.tensor(name, x, 1, _INTS, q if isinstance(q, Tensor) else None)
@@ -498,6 +504,7 @@ def _new_tokens(f: Faults, q: Tensor, k: Any, v: Any, hkv: int, dv: int, k_cache
     for name, x, dim in (("k", k, q.shape[-1]), ("v", v, dv)):
         if f.tensor(name, x, q.dim(), (q.dtype,), q):
             f.shape(name, x, (*q.shape[:-2], hkv, dim), "(as q, with the cache's heads)")
+            f.appended(name, x, k_cache, v_cache)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if _overlaps_itself(x):
             f.value(name, "slots that lie apart, to append to", f"strides {x.stride()}")
@@ -540,6 +547,8 @@ def cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_sca
         f.value("v_cache", f"{hkv} heads as k_cache's", v_cache.shape[1 if hnd else 2])
     f.scale("k_scale", k_scale, hkv, None, k)
     f.scale("v_scale", v_scale, hkv, None, k)
+    f.appended("k", k, k_cache, v_cache)
+    f.appended("v", v, k_cache, v_cache)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if _loose(x):
             f.value(name, "a last stride of 1", x.stride())

@@ -12,7 +12,7 @@ import struct
 import torch
 from torch import Tensor
 
-from portattn import freed
+from portattn import appended, freed, overlaps
 from portattn.capability import Reason
 from portattn.errors import KernelError
 from portattn.problem import Call
@@ -23,8 +23,8 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 4} 
 _DENSE, _VARLEN, _PAGED, _PAGED_RAGGED = range(4)
 DIALECT = True  # lengths are read, and lse is written, as the caller says
 _ARGS = struct.Struct("20Q4q4d")
-_GIVEN = struct.Struct("q2Q")  # the last fields of Shape
-_MAY_BE_FREED = 2  # attention.cpp
+_MEMORY = struct.Struct("q2Q4q")  # the last fields of Shape
+_LOOK_CLOSER = 2  # attention.cpp
 _NO_MEMORY = "the CPU kernels found no memory for their work space"
 _threads = torch.get_num_threads
 
@@ -101,9 +101,11 @@ def _shape(kind: int, batch: int, len_q: int, len_k: int, q: Tensor, heads_q: in
 _low = (0, 0)  # from where to where memory was found below freed.LOW
 
 
-def _given(*tensors: Tensor | None) -> bytes:
+def _memory(*tensors: Tensor | None) -> bytes:
     """The rest of struct Shape; tensors in the order of Args."""
-    return _GIVEN.pack(sum(1 << i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.numel()), *_low)
+    given = [isinstance(x, Tensor) and x.numel() > 0 for x in tensors]
+    reaches = [0 if tensors[13] is None else overlaps.reach(tensors[i]) for i in (1, 2, 13, 14)]
+    return _MEMORY.pack(sum(on << i for i, on in enumerate(given)), *_low, *reaches)
 
 
 def _checked(code: int) -> None:
@@ -112,16 +114,19 @@ def _checked(code: int) -> None:
 
 
 def _look_closer(code: int, state: dict, args: bytes, name: str, tensors: dict) -> None:
-    """After the kernels said `code`: where a tensor may have been freed, that is an error, or the call runs and such addresses are known."""
+    """After the kernels said `code`: where a tensor may have been freed, or lie in another's memory, that is an error, or the call runs, and such
+    low addresses are known."""
     global _low
-    if code == _MAY_BE_FREED:
+    if code == _LOOK_CLOSER:
         freed.refuse(name, **tensors)
-        shape, given = state["shape"][:-_GIVEN.size], _GIVEN.unpack(state["shape"][-_GIVEN.size:])[0]
+        if {"k", "k_cache"} <= tensors.keys():
+            appended.refuse(name, *(tensors[n] for n in ("k", "v", "k_cache", "v_cache")))
+        shape, (given, _, _, *reaches) = state["shape"][:-_MEMORY.size], _MEMORY.unpack(state["shape"][-_MEMORY.size:])
         found = [at for i, at in enumerate(_ARGS.unpack(args)[:20]) if given >> i & 1 and at < freed.LOW]
         if found:
             _low = (min(_low[0] or freed.LOW, min(found) >> 16 << 16), max(_low[1], (max(found) >> 24) + 1 << 24))
-        state["shape"] = shape + _GIVEN.pack(given, *_low)
-        code = state["run"](shape + _GIVEN.pack(0, 0, 0), args)
+        state["shape"] = shape + _MEMORY.pack(given, *_low, *reaches)
+        code = state["run"](shape + bytes(_MEMORY.size), args)
     _checked(code)
 
 
@@ -158,7 +163,7 @@ def _bind(call: Call, bound, out: Tensor) -> None:
         k_new=call.k_new, v_new=call.v_new, table=call.block_table,
         lengths=(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens), bias=call.bias, alibi=call.alibi_slopes,
         k_scale=call.k_scale, v_scale=call.v_scale, cos=tidy.rotary_cos, sin=tidy.rotary_sin, interleaved=call.rotary_interleaved,
-        invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.lse_form else lse, lse_form=call.lse_form) + _given(
+        invariant=call.batch_invariant, counting=call.counting, lse=lse.mT if call.lse_form else lse, lse_form=call.lse_form) + _memory(
             call.q, call.k, call.v, out, None, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.kv_lens, call.bias,
             call.alibi_slopes, call.sinks, call.k_new, call.v_new, call.rotary_cos, call.rotary_sin, call.k_scale, call.v_scale)
     state["out"], state["lse"] = tuple(out.shape), tuple(lse.shape)  # a torch.Size takes longer to read
@@ -204,7 +209,7 @@ def cache_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
     state = bound.state
     if "run" not in state:
         state["shape"] = _shape(_PAGED, 1, k.shape[0], 0, k, k.shape[1], k_cache, v_cache, None, k_new=k, v_new=v, table=slot_mapping,
-                                k_scale=k_scale, v_scale=v_scale) + _given(None, k_cache, v_cache, None, None, slot_mapping, *[None] * 7, k, v,
+                                k_scale=k_scale, v_scale=v_scale) + _memory(None, k_cache, v_cache, None, None, slot_mapping, *[None] * 7, k, v,
                                                                            None, None, k_scale, v_scale)
         state["table"], state["values"] = _codes(k_cache)
         state["run"] = library.library().pa_cache_append

@@ -637,15 +637,15 @@ int guarded(Run run) {
 
 #define PA_EXPORT extern "C" __attribute__((visibility("default")))
 
-// 0; 1 if there is no memory for the call's own work space; 2, and nothing done, if a tensor may have no memory.
+// 0; 1 if there is no memory for the call's own work space; 2, and nothing done, if a tensor may have no memory, or new tokens that of a cache.
 PA_EXPORT int pa_attention(const pa::Shape* shape, const pa::Args* args) {
-  if (pa::may_be_freed(*shape, *args)) return 2;
+  if (pa::may_be_freed(*shape, *args) || pa::may_overlap(*shape, *args)) return 2;
   return pa::guarded([&] { pa::attend(*shape, *args); });
 }
 
 // Tokens [0, len_q) of k_new and v_new to the slots in `table`.
 PA_EXPORT int pa_cache_append(const pa::Shape* shape, const pa::Args* args) {
-  if (pa::may_be_freed(*shape, *args)) return 2;
+  if (pa::may_be_freed(*shape, *args) || pa::may_overlap(*shape, *args)) return 2;
   return pa::guarded([&] { pa::append_slots(*shape, *args); });
 }
 

@@ -30,6 +30,7 @@ struct Shape {
   int64_t invariant;
   int64_t given;                // bit i: address i of Args is a tensor's that has elements
   uint64_t low_from, low_to;    // where memory was found below kLow
+  int64_t reach[4];             // k, v, k_new, v_new: bytes from the first to the last, where tokens are appended
 };
 
 struct Args {
@@ -51,8 +52,20 @@ constexpr uint64_t kLow = uint64_t{1} << 36;  // below it lies no memory but tha
 inline bool may_be_freed(const Shape& s, const Args& a) {
   uint64_t at[kAddresses];
   std::memcpy(at, &a, sizeof(at));
+  for (uint64_t left = uint64_t(s.given); left; left &= left - 1) {
+    const uint64_t x = at[__builtin_ctzll(left)];
+    if (x < kLow && (x < s.low_from || x >= s.low_to)) return true;
+  }
+  return false;
+}
+
+// Whether new tokens may lie in the memory that they are written to.
+inline bool may_overlap(const Shape& s, const Args& a) {
+  if (!a.k_new) return false;
+  const int64_t at[4] = {int64_t(a.k), int64_t(a.v), int64_t(a.k_new), int64_t(a.v_new)};
   bool found = false;
-  for (int i = 0; i < kAddresses; i++) found |= (s.given >> i & 1) && at[i] < kLow && (at[i] < s.low_from || at[i] >= s.low_to);
+  for (int x = 2; x < 4; x++)
+    for (int cache = 0; cache < 2; cache++) found |= at[x] - at[cache] < s.reach[cache] && at[cache] - at[x] < s.reach[x];
   return found;
 }
 

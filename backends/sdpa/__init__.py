@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from portattn import validate
+from portattn.appended import Appended
 from portattn.capability import Reason
 from portattn.device import facts
 from portattn.problem import Call, dtype_name
@@ -39,6 +40,8 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
     route = state.get("route")
     if route is None:
         route = _bind(call, bound)
+    if call.k_new is not None:
+        _look(state["appended"], "attention_paged", call.k_new, call.v_new, call.k, call.v)
     try:
         return route(call, bound, state["host"])
     except (IndexError, RuntimeError):
@@ -47,8 +50,16 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
         raise
 
 
+def _look(appended: Appended, name: str, *tensors: Tensor) -> None:
+    places = tuple([x.data_ptr() for x in tensors])
+    if places not in appended.apart:
+        appended.look(name, places, *tensors)
+
+
 def _bind(call: Call, bound):
     bound.state["host"] = holes.kind(call.q.device) == "cpu"  # lengths on the host are free to read; a device's never are
+    if call.k_new is not None:
+        bound.state["appended"] = Appended(call.k_new, call.v_new, call.k, call.v)
     route = bound.state["route"] = _route(call, bound)
     return route
 
@@ -323,6 +334,10 @@ def _flat(out: Tensor, rows: int) -> Tensor:
 # ------------------------------------------------------------------ the small calls
 def cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) -> None:
     """Writes T tokens into both caches; negative slots are skipped."""
+    appended = bound.state.get("appended")
+    if appended is None:
+        appended = bound.state["appended"] = Appended(k, v, k_cache, v_cache)
+    _look(appended, "cache_append", k, v, k_cache, v_cache)
     append.cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, holes.kind(k.device) == "cpu")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from portattn import config, dialect, forks, overlaps
+from portattn.appended import Appended
 from portattn.device import maker
 from portattn.problem import Call
 from portattn.registry import DIRECT
@@ -611,6 +612,9 @@ class Append:
             dtypes = dict(table=None, kv_lens=None, cu_q=None, slots=mapping.dtype)
         self.names = names + [n for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, Tensor)]
         self.names += ["rotary_cos", "rotary_sin"] if cos is not None else []
+        small = [mapping] if call is None else [getattr(call, name) for name in self.names if not name.endswith("scale")]
+        self.tidy = all(map(_plain, small))
+        self.appended, self.function = Appended(k_new, v_new, k, v), "cache_append" if call is None else "attention_paged"
         self.tokens = k_new.shape[0] * (k_new.shape[1] if k_new.dim() == 4 else 1)
         heads = k_new.shape[-2]
         self.index = k.device.index or 0
@@ -651,11 +655,15 @@ class Append:
         if self.launch is None:
             return
         divisors = [float(s) if s is not None and not isinstance(s, Tensor) else 1.0 for s in (k_scale, v_scale)]
-        more = [t if name in ("k_scale", "v_scale") or _plain(t) else t.contiguous() for name, t in zip(self.names, more)]
+        if not self.tidy:
+            more = [t if name in ("k_scale", "v_scale") or _plain(t) else t.contiguous() for name, t in zip(self.names, more)]
+        places = tuple([t.data_ptr() for t in tensors])
+        if places not in self.appended.apart:
+            self.appended.look(self.function, places, *tensors)
         if self.interpreted:
             self.launch(0, *(_bytes(t) for t in (*tensors, *more)), *divisors)
         else:
-            self.launch(stream, *(t.data_ptr() for t in (*tensors, *more)), *divisors)
+            self.launch(stream, *places, *(t.data_ptr() for t in more), *divisors)
 
 
 class Merge:

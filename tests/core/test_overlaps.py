@@ -80,3 +80,69 @@ def test_out_over_some_of_an_input_is_refused(call, known):
             run(call, buffer, known, place)
     run(call, buffer, known, lambda b, q: b[:, :8, 1])  # between the rows of q
     run(call, buffer, known, lambda b, q: b[:, 8:, 2])
+
+
+# ------------------------------------------------------------------ new tokens over a cache
+BACKENDS = [n for n in portattn.registry.manifests() if not portattn.registry.probe(n, "cpu")]
+
+
+def caches(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(a buffer, two caches of 4 pages of 4 slots in it): slots of the buffer hold k, v and something else."""
+    buffer = torch.randn(4, 4, 3, 2, 8).to(dtype)
+    return buffer, buffer[:, :, 0], buffer[:, :, 1]
+
+
+def append(call: str, backend: str, place, known: bool, compiled: bool = False) -> None:
+    """Appends tokens (3, 2, 8) for k and v that place(buffer) gives, to slots 4 to 6; as the first call of its kind, or like the last ones."""
+    portattn.registry.forget()
+    for last in (False, False, False, True) if known else (True,):
+        buffer, k_cache, v_cache = caches()
+        own = [torch.randn(3, 2, 8) if x.is_contiguous() else torch.randn(9, 2, 8)[::3] for x in place(buffer)]
+        k, v = place(buffer) if last else own
+        assert [x.stride() for x in own] == [x.stride() for x in place(buffer)]
+        before = buffer.clone()
+        try:
+            if call == "cache_append":
+                run = lambda: portattn.cache_append(k, v, k_cache, v_cache, torch.tensor([4, 5, 6]), backend=backend)
+            else:
+                run = lambda: portattn.attention_paged(torch.randn(1, 3, 2, 8), k_cache, v_cache, torch.tensor([[1, 2]]), torch.tensor([3]), k=k[None],
+                                                       v=v[None], backend=backend)
+            (torch.compile(run, backend="eager") if compiled else run)()
+        except portattn.ArgumentError:
+            assert torch.equal(buffer, before)
+            raise
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("call", ["cache_append", "attention_paged"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_new_tokens_over_a_cache_are_refused(backend, call, known):
+    slots, own = (lambda b: b.view(16, 3, 2, 8)), torch.randn(3, 2, 8)
+    for place, text in ((lambda b: (slots(b)[3:6, 0], own), "k: .*memory of k_cache"), (lambda b: (own, slots(b)[6:9, 1]), "v: .*memory of v_cache"),
+                        (lambda b: (slots(b)[3:6, 1], own), "k: .*memory of v_cache"), (lambda b: (b.flatten()[40:88].view(3, 2, 8), own), "k: .*k_cache")):
+        with pytest.raises(portattn.ArgumentError, match=f"(?s){call}: .*{text}"):
+            append(call, backend, place, known)
+    append(call, backend, lambda b: (slots(b)[3:6, 2], slots(b)[4:7, 2]), known)  # between the slots of the caches
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_new_tokens_that_are_copied_first_may_lie_in_a_cache(backend):
+    for _ in range(4):
+        cache = torch.randn(4, 4, 2, 8)
+        k = cache.view(-1)[:96].view(3, 2, 8, 2)[..., 0]
+        want = k.clone()
+        portattn.cache_append(k, k, cache, cache.clone(), torch.tensor([4, 5, 6]), backend=backend)
+        assert torch.equal(cache.view(16, 2, 8)[4:7], want)
+
+
+def test_a_latent_whose_values_are_its_keys_beginning_is_appended():
+    for _ in range(4):
+        latent, cache = torch.randn(3, 1, 576), torch.zeros(2, 4, 1, 576)
+        portattn.cache_append(latent, latent[..., :512], cache, cache[..., :512], torch.tensor([4, 5, 6]))
+        assert torch.equal(cache[1, :3, 0], latent[:, 0])
+
+
+@pytest.mark.parametrize("call", ["cache_append", "attention_paged"])
+def test_new_tokens_over_a_cache_are_refused_inside_an_op(call):
+    with pytest.raises(portattn.ArgumentError, match="k: .*memory of k_cache"):
+        append(call, "cpu", lambda b: (b.view(16, 3, 2, 8)[3:6, 0], torch.randn(3, 2, 8)), False, compiled=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from portattn import dialect, manifest, native, verdicts
+from portattn.errors import ArgumentError
 from portattn.instances import Shape, limits_of
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
@@ -118,6 +119,22 @@ def test_new_tokens_are_appended_first(device):
     native.Attention(device, call, problem(append=True))(call)
     launches = [x for x in log(device.library) if x.startswith("launch")]
     assert len(launches) == 2 and launches[0].startswith("launch grid 3 1 1 block 128 1 1 shared 0")
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_new_tokens_over_a_cache_are_refused_before_anything_is_launched(device, name):
+    new, call = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16), paged()
+    run = native.Attention(device, call._replace(k_new=new, v_new=new), problem(append=True))
+    for _ in range(2):
+        run(call._replace(k_new=new, v_new=new))
+    device.library.fake_reset()
+    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted memory of its own"):
+        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": call.k[1, 2:5, None]}))
+    gone = new.clone()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted a storage"):
+        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": gone}))
+    assert not [x for x in log(device.library) if x.startswith("launch")]
 
 
 @pytest.mark.parametrize("starts, longest", [([0], 0), ([0], 7), ([0, 0, 0], 0)])

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from portattn.backends.triton import calls  # noqa: E402
 
 from portattn.backends import triton as adapter  # noqa: E402
+from portattn.errors import ArgumentError  # noqa: E402
 from portattn.problem import Call  # noqa: E402
 from portattn.registry import DIRECT  # noqa: E402
 
@@ -79,3 +80,19 @@ def test_appends_and_turned_queries_are_calls(launches):
     new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
     for call in (paged(k_new=new, v_new=new), paged(rotary_cos=torch.ones(64, 16), rotary_sin=torch.ones(64, 16)), paged(q=torch.zeros(0, 1, 8, 64).bfloat16(), out=None)):
         assert not calls.Attention(call).taken_directly
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_new_tokens_over_a_cache_are_refused_before_anything_is_launched(launches, name):
+    new, call = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16), paged()
+    run = calls.Attention(call._replace(k_new=new, v_new=new))
+    for _ in range(2):
+        run(call._replace(k_new=new, v_new=new))
+    launches.clear()
+    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted memory of its own"):
+        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": call.k[1, 2:5, None]}))
+    gone = new.clone()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted a storage"):
+        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": gone}))
+    assert not launches
