@@ -43,7 +43,8 @@ registry._listeners.append(_memo.clear)
 
 _recent_dense, _recent_varlen, _recent_paged = Recent(), Recent(), Recent()
 
-# In options, 1 equals True: what is neither True nor False is wrapped, so that it never finds a validated call's entry.
+# In options, 1, 1.0 and True are equal: what is neither True nor False where one is wanted is wrapped, and of numbers the classes are there too, so
+# that none finds the entry that was validated for another.
 
 
 def _meta(x: Any) -> Any:
@@ -183,10 +184,15 @@ def attention(
 
     The alignment and window follow FlashAttention 2; lse's base and the empty row are portattn's own.
     """
-    options = (causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap, layout,
-               return_lse is True or return_lse is not False and (return_lse,), num_splits,
-               batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend,
-               bias is None, alibi_slopes is None, sinks is None, out is None, _lse)
+    window = (-1, -1) if window_size is None else window_size
+    try:
+        options = (causal is True or causal is not False and (causal,), window, softmax_scale, softcap, layout,
+                   return_lse is True or return_lse is not False and (return_lse,), num_splits,
+                   batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend,
+                   bias is None, alibi_slopes is None, sinks is None, out is None, _lse, softmax_scale.__class__, softcap.__class__,
+                   num_splits.__class__, window[0].__class__, window[1].__class__)
+    except (IndexError, KeyError, TypeError):  # no window: validation says so
+        options = None
     tensors = (q, k, v)
     if bias is not None or alibi_slopes is not None or sinks is not None or out is not None:
         tensors += tuple(x for x in (bias, alibi_slopes, sinks, out) if x is not None)
@@ -274,10 +280,16 @@ def attention_varlen(
         >>> attention_varlen(q, q, q, cu, cu, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    options = (max_seqlen_q, max_seqlen_k, causal is True or causal is not False and (causal,), window_size, softmax_scale,
-               softcap, return_lse is True or return_lse is not False and (return_lse,), num_splits,
-               batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend,
-               cu_seqlens_k is cu_seqlens_q, seqused_k is None, alibi_slopes is None, sinks is None, out is None, _lse)
+    window = (-1, -1) if window_size is None else window_size
+    try:
+        options = (max_seqlen_q, max_seqlen_k, causal is True or causal is not False and (causal,), window, softmax_scale,
+                   softcap, return_lse is True or return_lse is not False and (return_lse,), num_splits,
+                   batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend,
+                   cu_seqlens_k is cu_seqlens_q, seqused_k is None, alibi_slopes is None, sinks is None, out is None, _lse,
+                   max_seqlen_q.__class__, max_seqlen_k.__class__, softmax_scale.__class__, softcap.__class__, num_splits.__class__,
+                   window[0].__class__, window[1].__class__)
+    except (IndexError, KeyError, TypeError):  # no window: validation says so
+        options = None
     tensors = (q, k, v, cu_seqlens_q)
     if cu_seqlens_k is not cu_seqlens_q:
         tensors += (cu_seqlens_k,)
@@ -389,11 +401,16 @@ def attention_paged(
         torch.Size([1, 1, 8, 64])
     """
     appends, turns = k is not None or v is not None, rotary_cos is not None or rotary_sin is not None
-    options = (cu_seqlens_q is None, out is None, appends, turns, max_seqlen_q,
-               rotary_interleaved is True or rotary_interleaved is not False and (rotary_interleaved,), kv_layout,
-               causal is True or causal is not False and (causal,), window_size, softmax_scale, softcap,
-               return_lse is True or return_lse is not False and (return_lse,), num_splits,
-               batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend, _counting, _lse)
+    window = (-1, -1) if window_size is None else window_size
+    try:
+        options = (cu_seqlens_q is None, out is None, appends, turns, max_seqlen_q,
+                   rotary_interleaved is True or rotary_interleaved is not False and (rotary_interleaved,), kv_layout,
+                   causal is True or causal is not False and (causal,), window, softmax_scale, softcap,
+                   return_lse is True or return_lse is not False and (return_lse,), num_splits,
+                   batch_invariant is True or batch_invariant is not False and (batch_invariant,), backend, _counting, _lse,
+                   max_seqlen_q.__class__, softmax_scale.__class__, softcap.__class__, num_splits.__class__, window[0].__class__, window[1].__class__)
+    except (IndexError, KeyError, TypeError):  # no window: validation says so
+        options = None
     tensors = (q, k_cache, v_cache, block_table, kv_lens)
     if cu_seqlens_q is not None:
         tensors += (cu_seqlens_q,)
@@ -405,7 +422,8 @@ def attention_paged(
         tensors += (rotary_cos, rotary_sin)
     if k_scale is not None or v_scale is not None or alibi_slopes is not None or sinks is not None:
         more = (k_scale, v_scale, alibi_slopes, sinks)
-        options += tuple(Tensor if isinstance(x, Tensor) else x for x in more)
+        if options is not None:
+            options += tuple(x if x is None else Tensor if isinstance(x, Tensor) else (x, x.__class__) for x in more)
         tensors += tuple(x for x in more if isinstance(x, Tensor))
     bound = _recent_paged.find(options, tensors)
     if bound is None:
@@ -496,7 +514,7 @@ def cache_append(
             v_cache.is_contiguous() or v_cache.stride(), v_cache.dtype, v_cache.device, slot_mapping.shape,
             slot_mapping.is_contiguous() or slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device,
             _grad_mode() and (k.requires_grad, v.requires_grad, k_cache.requires_grad, v_cache.requires_grad), kv_layout,
-            _meta(k_scale), _meta(v_scale), backend, _order(), _state(),
+            _meta(k_scale), _meta(v_scale), k_scale.__class__, v_scale.__class__, backend, _order(), _state(),
         )
         bound = _memo.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or a list in the key: validation says what is wrong

@@ -69,9 +69,9 @@ class Recent:
     def find(self, options: tuple, tensors: tuple) -> Any:
         """What was kept for a call with these options and tensors like these; None if nothing was, or where torch.compile traces.
 
-        1 equals True here, so a function whose errors tell them apart has to tell them apart in `options`.
+        1, 1.0 and True are equal here, so a function whose errors tell them apart has to tell them apart in `options`.
         """
-        if is_hidden():
+        if _is_compiling() or _modes() or forward_ad._current_level >= 0:  # is_hidden(), a call less
             return None
         try:
             if any(map(_is_nested, tensors)):  # one in guards' hands ends the process

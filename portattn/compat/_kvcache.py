@@ -40,7 +40,8 @@ def attend(lse: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | No
     on_device = isinstance(cache_seqlens, Tensor)
     options = (lse, appends, turns, on_device, cache_seqlens is None, cache_batch_idx is None, block_table is None, softmax_scale,
                not causal, window_size, softcap, not rotary_interleaved, num_splits, not return_lse, alibi_slopes is None,
-               k_scale is None, v_scale is None, cu_seqlens_q is None, max_seqlen_q, cu_seqlens_k_new is None)
+               k_scale is None, v_scale is None, cu_seqlens_q is None, max_seqlen_q, cu_seqlens_k_new is None,
+               softmax_scale.__class__, softcap.__class__, num_splits.__class__, max_seqlen_q.__class__)
     tensors = (q, k_cache, v_cache)
     if on_device:
         tensors += (cache_seqlens,)

@@ -34,7 +34,7 @@ def attend(lse: int, forward: Callable, run: Callable, split: int | tuple[int, .
     wholes = (packed, packed, packed) if q is None else (q, packed, packed)
     each = lengths[:1] if lengths and lengths[0] is lengths[1] else lengths
     options = (lse, forward, split, q is None, len(each), bounds, softmax_scale, not causal, window_size, softcap, not return_lse,
-               num_splits)
+               num_splits, softmax_scale.__class__, softcap.__class__, num_splits.__class__, *[x.__class__ for x in bounds])
     tensors = wholes[:1] + each if q is None else wholes[:2] + each
     known = _recent.find(options, tensors) if alibi_slopes is None else None
     if known is not None:

@@ -222,3 +222,16 @@ def test_packed_calls_with_lse_alibi_and_gradients():
     x.grad = None
     portattn.attention(*x.unbind(2)).sum().backward()
     torch.testing.assert_close(given, x.grad)
+
+
+@pytest.mark.parametrize("name, right, wrong", [("softmax_scale", 1.0, True), ("softcap", 1.0, True), ("num_splits", 1, 1.0)])
+def test_what_equals_an_option_but_is_of_another_type_is_refused_in_a_known_call(name, right, wrong):
+    known(lambda: fa2.flash_attn_with_kvcache(Q, K, V, cache_seqlens=LENS, block_table=TABLE, **{name: right}))
+    with pytest.raises(portattn.ArgumentTypeError, match=name):
+        fa2.flash_attn_with_kvcache(Q, K, V, cache_seqlens=LENS, block_table=TABLE, **{name: wrong})
+    if name != "num_splits":
+        qkv = torch.randn(2, 5, 3, 4, 16)
+        for _ in range(4):
+            fa2.flash_attn_qkvpacked_func(qkv, **{name: right})
+        with pytest.raises(portattn.ArgumentTypeError, match=name):
+            fa2.flash_attn_qkvpacked_func(qkv, **{name: wrong})

@@ -1,8 +1,12 @@
 """C-ERR: every fault of a call named at once, before dispatch, with nothing written; the same whatever the backend."""
 
+import decimal
+import fractions
+import inspect
 import types
 import weakref
 
+import numpy
 import pytest
 import torch
 from toys import toy, toy_manifest
@@ -154,8 +158,40 @@ def test_a_cached_call_does_not_hide_a_fault():
     with pytest.raises(ArgumentTypeError, match="rotary_interleaved"):
         paged(rotary_cos=torch.ones(16, 4), rotary_sin=torch.ones(16, 4), rotary_interleaved=1)
     portattn.attention(q, q, q, window_size=[1, 0])
+    for window in ((1.0, 0), 3, (), (1,), {}, "10"):
+        with pytest.raises(ArgumentError if window in ((), (1,)) else ArgumentTypeError, match="window_size: wanted"):
+            portattn.attention(q, q, q, window_size=window)
     with pytest.raises(ArgumentError):
         portattn.attention(q, q, q, window_size=[1, -3])
+
+
+EQUAL = [("softmax_scale", 1.0, True), ("softmax_scale", 1.0, 1 + 0j), ("softmax_scale", 0.5, decimal.Decimal("0.5")), ("softcap", 0.0, False), ("softcap", 1.0, True),
+         ("softcap", 2.0, decimal.Decimal(2)), ("num_splits", 0, False), ("num_splits", 1, True), ("num_splits", 2, 2.0), ("window_size", (3, 0), (3.0, 0)),
+         ("window_size", (1, 0), (1, False)), ("window_size", (1, 0), (True, 0)), ("window_size", (-1, -1), (-1.0, -1)), ("return_lse", False, 0),
+         ("batch_invariant", True, 1.0), ("causal", False, 0.0), ("max_seqlen_q", 4, 4.0), ("max_seqlen_k", 4, 4.0), ("k_scale", 1.0, True), ("v_scale", 0.5, 0.5 + 0j),
+         ("rotary_interleaved", False, 0)]
+
+
+@pytest.mark.parametrize("how", ["by tensors", "by key"])
+@pytest.mark.parametrize("name, right, wrong", EQUAL, ids=[f"{name}-{wrong!r}" for name, _, wrong in EQUAL])
+def test_what_equals_an_option_but_is_of_another_type_is_refused_in_a_known_call(monkeypatch, name, right, wrong, how):
+    assert right == wrong and hash(right) == hash(wrong)
+    if how == "by key":
+        monkeypatch.setattr(recent, "_Guards", None)
+    functions = {dense: portattn.attention, varlen: portattn.attention_varlen, paged: portattn.attention_paged, append: portattn.cache_append}
+    for call in [call for call, function in functions.items() if name in inspect.signature(function).parameters]:
+        more = {"k_scale": 1.0, "v_scale": 0.5} if name in ("k_scale", "v_scale") else {}
+        for _ in range(3):
+            call(**more | {name: right})
+        with pytest.raises(ArgumentTypeError, match=f"{name}: wanted "):
+            call(**more | {name: wrong})
+        call(**more | {name: right})
+
+
+def test_numbers_of_every_kind_that_is_taken_are_taken_in_known_calls():
+    for _ in range(3):
+        for scale, splits, window in ((1, 0, (3, 0)), (1.0, numpy.int64(0), (numpy.int64(3), 0)), (numpy.float32(1), 0, [3, 0]), (fractions.Fraction(1), 0, None)):
+            dense(softmax_scale=scale, num_splits=splits, window_size=window)
 
 
 @pytest.fixture
