@@ -51,9 +51,10 @@ class _Mask(NamedTuple):
     causal: bool
     window: tuple[int, int]
     padded: bool
-    rows: Tensor | None = None  # of a padded prefill: (T,) into B * S
-    cu_seqlens: Tensor | None = None
+    rows: Tensor | None = None  # of a padded prefill: the keys in use, (T,) into B * S
+    cu_seqlens: Tensor | None = None  # of these keys
     longest: int = 0
+    cu_seqlens_q: Tensor | None = None  # of all queries; None: those of the same rows as the keys
 
 
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
@@ -116,7 +117,8 @@ def _mark(padding: Tensor | None, causal: bool, window: tuple[int, int], q_lengt
         mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device) if padding is None else padding
         setattr(mask, _MARK, _Mask(causal, window, False))
         return mask
-    if q_length != kv_length:
+    # Without causal, queries as many as keys may still be a decoder's over its encoder: padding says nothing of them.
+    if q_length != kv_length or not causal and window != (-1, -1):
         setattr(padding, _MARK, _Mask(causal, window, True))
         return padding
     if window != (-1, -1) and bool(((padding[:, 1:] != padding[:, :-1]).sum(-1) > 2 - padding[:, 0].int() - padding[:, -1].int()).any()):
@@ -124,7 +126,8 @@ def _mark(padding: Tensor | None, causal: bool, window: tuple[int, int], q_lengt
     lens = padding.sum(-1, dtype=torch.int32)
     cu_seqlens = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     rows = padding.flatten().nonzero().flatten()
-    setattr(padding, _MARK, _Mask(causal, window, True, rows, cu_seqlens, int(lens.max())))
+    cu_seqlens_q = None if causal else torch.arange(batch + 1, dtype=torch.int32, device=rows.device) * q_length
+    setattr(padding, _MARK, _Mask(causal, window, True, rows, cu_seqlens, int(lens.max()), cu_seqlens_q))
     return padding
 
 
@@ -178,8 +181,12 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
 
 
 def _padding_free(q: Tensor, k: Tensor, v: Tensor, mark: _Mask, options: dict[str, Any]) -> Tensor:
-    """A padded prefill without its padding; rows of padding are 0."""
+    """A padded prefill without its padding; its rows of padding are 0 if causal."""
     batch, length, heads, _ = q.shape
-    q, k, v = (x.flatten(0, 1).index_select(0, mark.rows) for x in (q, k, v))
-    out = attention_varlen(q, k, v, mark.cu_seqlens, mark.cu_seqlens, mark.longest, mark.longest, causal=mark.causal, window_size=mark.window, **options)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    k, v = k.index_select(0, mark.rows), v.index_select(0, mark.rows)
+    if mark.cu_seqlens_q is not None:
+        return attention_varlen(q, k, v, mark.cu_seqlens_q, mark.cu_seqlens, length, mark.longest, **options).unflatten(0, (batch, length))
+    q = q.index_select(0, mark.rows)
+    out = attention_varlen(q, k, v, mark.cu_seqlens, mark.cu_seqlens, mark.longest, mark.longest, causal=True, window_size=mark.window, **options)
     return out.new_zeros(batch * length, heads, out.shape[-1]).index_copy(0, mark.rows, out).unflatten(0, (batch, length))

@@ -120,6 +120,19 @@ def test_a_bidirectional_encoder(padding):
     close(got[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.parametrize("length", [1, 10, 11, 12])
+@pytest.mark.parametrize("padding", ["right", "left", "holes"])
+def test_a_decoder_of_any_length_over_a_padded_encoder(padding, length):
+    torch.manual_seed(0)
+    config = transformers.BartConfig(vocab_size=97, d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+                                     encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, pad_token_id=0, init_std=0.3)
+    model = transformers.BartModel._from_config(config, attn_implementation="eager").eval()
+    mask = {"right": LEFT_PADDED.flip(1), "left": LEFT_PADDED, "holes": (IDS % 3 > 0).long()}[padding]
+    tokens = torch.randint(2, 97, (3, length))
+    expected, got = both(model, lambda m: m(input_ids=IDS, attention_mask=mask, decoder_input_ids=tokens).last_hidden_state)
+    close(got, expected)
+
+
 @pytest.mark.parametrize("padding", ["right", "holes"])
 def test_a_bidirectional_window(padding):
     torch.manual_seed(0)
@@ -168,6 +181,19 @@ def test_rows_of_padding_are_zero():
     assert torch.equal(out[0, :2], torch.zeros(2, 4, 8))
     expected, _ = reference.attention(q[:1, :, 2:], q[:1, :, 2:], q[:1, :, 2:], causal=True, layout="bhsd")
     torch.testing.assert_close(out[:1, 2:].double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [None, 2], ids=["all keys", "window"])
+def test_padding_of_keys_says_nothing_of_bidirectional_queries(width):
+    """A decoder as long as its encoder has a mask that a self-attention would have."""
+    m = transformers.masking_utils
+    function = m.bidirectional_mask_function if width is None else m.sliding_window_bidirectional_mask_function(width)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    arguments = dict(batch_size=2, q_length=6, kv_length=6, attention_mask=padding, mask_function=function, allow_is_bidirectional_skip=True)
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    expected, _ = reference.attention(q, k, k, bias=m.sdpa_mask(**arguments), layout="bhsd")
+    out = call(q, k, k, ours.attention_mask(**arguments), causal=False)
+    torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
 def test_a_plain_mask_is_not_built():
