@@ -536,8 +536,8 @@ class Attention:
         tensors = [call.q, _bytes(call.k), _bytes(call.v), out] + ([lse] if lse is not None else [])
         tensors += [_bytes((first or (lambda x: x))(getattr(call, name))) for name, first in self.tensors]
         if floats:
-            space = torch.empty(floats + stats, dtype=torch.float32)
-            tensors += [space, space[floats:], torch.zeros(counters, dtype=torch.int32)]
+            space = torch.empty(floats + stats, dtype=torch.float32, device=self.device)
+            tensors += [space, space[floats:], torch.zeros(counters, dtype=torch.int32, device=self.device)]
         launch(0, *tensors, *numbers)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Sequence
 import torch
 import triton
 
+from portattn import forks
 from portattn.tensor_map import KINDS, TensorMap
 
 POINTER = {
@@ -270,7 +271,7 @@ def _needs_scratch(metadata: Any) -> bool:
                 or getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False))
 
 
-_one_at_a_time = threading.Lock()
+_lock = forks.lock(globals())
 
 
 class Interpreted:
@@ -283,5 +284,5 @@ class Interpreted:
 
     def __call__(self, stream: int, *changing: Any) -> None:
         values = dict(zip((name for name, _ in self.spec.types), (*changing, *self.fixed)))
-        with _one_at_a_time:
+        with _lock:
             self.fn[(self.grid,)](**values, **dict(self.spec.constants))

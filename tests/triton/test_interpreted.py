@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -66,6 +68,10 @@ def test_the_last_row_that_31_bits_of_pieces_reach_and_the_next():
 
 def test_tokens_of_pages_outside_the_cache_go_nowhere():
     _interpreted("strays")
+
+
+def test_default_devices_and_forks_change_nothing():
+    _interpreted("elsewhere")
 
 
 def test_cpu_tensors_need_the_interpreter():
@@ -173,6 +179,28 @@ def strays() -> None:
     table, lens = torch.tensor([[-1], [6], [5]], dtype=torch.int32), torch.tensor([3, 4, 2], dtype=torch.int32)
     portattn.attention_paged(torch.ones(3, 1, 4, 16), *whole[:, 1:7], table, lens, k=new, v=new, backend="triton")
     assert torch.equal((whole != 3).nonzero()[:, :3].unique(dim=0), torch.tensor([[0, 6, 1], [1, 6, 1]])), whole
+
+
+def elsewhere() -> None:
+    """Calls inside torch.device("meta"), and in a child that was forked while another thread interpreted."""
+    import portattn
+    from portattn import reference
+    from portattn.backends.triton import launch
+
+    q, table, lens = torch.randn(2, 3, 2, 16), torch.tensor([[1], [0]]), torch.tensor([3, 2])
+    expected = reference.attention(q, q, q)[0], reference.attention_paged(q, q, q, table, lens)[0]
+    with torch.device("meta"):
+        got = portattn.attention(q, q, q, backend="triton"), portattn.attention_paged(q, q, q, table, lens, backend="triton")
+    for one, other in zip(got, expected):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    thread = threading.Thread(target=launch._lock.acquire)
+    thread.start(), thread.join()
+    if hasattr(os, "fork"):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            os._exit(portattn.attention(q, q, q, backend="triton").shape != q.shape)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def paths() -> None:
@@ -286,5 +314,5 @@ def spoken() -> None:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PORTATTN_VERIFY", "0")
-    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "offsets": offsets, "paths": paths,
+    {"conformance": lambda: conformance(int(sys.argv[2])), "codes": codes, "elsewhere": elsewhere, "offsets": offsets, "paths": paths,
      "pieces": pieces, "spoken": spoken, "strays": strays}[sys.argv[1]]()
