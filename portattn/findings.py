@@ -68,13 +68,14 @@ def torch_version(w: World) -> Found:
 
 @detector
 def torch_without_the_gpu(w: World) -> Found:
-    """A build of torch for another vendor, or for none, beside a GPU."""
+    """A build of torch for another vendor, or for none, beside a GPU. /dev/kfd may be there for a processor's own graphics only:
+    beside an NVIDIA driver, a CUDA build is no mistake."""
     build = f"CUDA {w.cuda}" if w.cuda else f"ROCm {w.hip}" if w.hip else "CPU"
     if w.nvidia_driver and not w.cuda:
         yield Finding("warning", "torch-build",
                       f"an NVIDIA driver is here, but torch {w.torch} is a {build} build: the GPU is not used",
                       f"install the CUDA build of torch{': pip install --force-reinstall torch' if w.system == 'linux' else ''}")
-    if w.amd_device and not w.hip:
+    if w.amd_device and not w.hip and not (w.cuda and w.nvidia_driver):
         yield Finding("warning", "torch-build",
                       f"an AMD GPU is here, but torch {w.torch} is a {build} build: the GPU is not used",
                       "install the ROCm build of torch")

@@ -122,6 +122,7 @@ HEALTHY = {
         "triton_pin": "3.7.1",
         "packages": {"triton": Package("3.7.1", error=""), "flash_attn": Package("2.8.3", error=""), "vllm": Package("0.32.0")},
     },
+    "H200 beside a processor with AMD graphics": {**CUDA, "amd_device": True},
     "MI300X": {**ROCM, "env": {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}},
     "RDNA with the Triton flavour": {
         **gpu(ROCM, "gfx1100"),
