@@ -8,6 +8,7 @@ and v are views: a tensor operation each, up to a quarter of a tiny call on CPU.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable
 
 import torch
@@ -47,6 +48,8 @@ def lse_shape(call: Call) -> tuple[int, ...]:
 
 def plus(lens: Tensor, n: int) -> Tensor:
     """lens + n; adding a kept tensor costs half of adding a Python number."""
+    if type(lens) is not Tensor:  # a fake one takes no real one beside it
+        return lens + n
     key = n if lens.is_cpu else (n, lens.device)  # hashing a device costs as much as the rest of a lookup
     count = _counts.get(key)
     if count is None:
@@ -69,7 +72,8 @@ class ViewsOfLast:
         last, pointer, n, views = self.last
         if last is not x or pointer != x.data_ptr() or n != x.numel():  # the latter two: set_() and resize_()
             views = self.make(x)
-            self.last = (x, x.data_ptr(), x.numel(), views)
+            with contextlib.suppress(RuntimeError):  # a batch of vmap's has no address
+                self.last = (x, x.data_ptr(), x.numel(), views)
         return views
 
 

@@ -54,9 +54,10 @@ def kept_rows(batch: int, like: Tensor) -> Tensor | None:
 
 def row_table(batch: int, like: Tensor) -> Tensor:
     """(B, 1) int32 of 0 .. B - 1: the table under which row b of a contiguous cache is page b. Kept, but for graph captures."""
-    table = None if _is_compiling() else kept_rows(batch, like)
+    passing = _is_compiling() or type(like) is not Tensor  # a fake one takes no real one beside it
+    table = None if passing else kept_rows(batch, like)
     if table is None:
-        if len(_rows) >= KEPT or _is_compiling() or capturing(like.device):  # in a capture, memory is the graph's
+        if len(_rows) >= KEPT or passing or capturing(like.device):  # in a capture, memory is the graph's
             return torch.arange(batch, dtype=torch.int32, device=like.device)[:, None]
         # A copy from the host waits until the values are there, so any stream may read them later.
         table = torch.arange(batch, dtype=torch.int32, device="cpu")[:, None].to(like.device)
@@ -68,7 +69,7 @@ def row_table(batch: int, like: Tensor) -> Tensor:
 def equal_lengths(length: int, batch: int, like: Tensor) -> Tensor:
     """(B,) int32, all `length`: the same for every layer of a step. On CPU, where no stream can still be reading them, many are kept;
     on a GPU the last of each stream, whose memory is used again behind what read it there."""
-    if _is_compiling():
+    if _is_compiling() or type(like) is not Tensor and isinstance(like, Tensor):
         return torch.full((batch,), length, dtype=torch.int32, device=like.device)
     if not like.is_cpu:
         return _on_stream(length, batch, like)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import portattn
 from portattn import ArgumentError, PortattnError, reference
@@ -523,6 +524,34 @@ def test_lengths_follow_a_tensor_that_changes_in_place():
     assert torch.equal(call(cu_k), expected) and not torch.equal(first, expected)
     cu_k.set_(torch.tensor([0, 6, 11], dtype=torch.int32))
     assert torch.equal(call(cu_k), first)
+
+
+CACHE, NEW = torch.randn(2, 8, 2, 16), torch.randn(2, 1, 2, 16)
+LENS, STARTS = torch.tensor([2, 5], dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("call, args", [
+    (lambda q, cache, lens, new: fa2.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=lens, causal=True),
+     (torch.randn(2, 1, 4, 16), CACHE, LENS, NEW)),
+    (lambda q, cache: fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, causal=True), (torch.randn(2, 1, 4, 16), CACHE)),
+    (lambda q, cache, cu_q, cu_k: fa2.flash_attn_varlen_func(q, cache, cache, cu_q, cu_k, 3, 8, causal=True, block_table=torch.tensor([[0], [1]])),
+     (torch.randn(5, 4, 16), CACHE, STARTS, STARTS)),
+    (lambda q, k, cu: fa3.flash_attn_varlen_func(q, k, k, cu, cu, 3, 3, causal=True, attention_chunk=2),
+     (torch.randn(5, 4, 16), torch.randn(5, 2, 16), STARTS)),
+], ids=["lengths before an append", "one length", "pages", "chunks"])
+def test_what_is_kept_stays_out_of_batched_and_fake_calls(call, args):
+    given = lambda: [x.clone() for x in args]
+    expected = [call(*given()) for _ in range(3)][-1]
+    batched = torch.func.vmap(call)(*(torch.stack([x, x]) for x in given()))
+    close(batched[0], expected)
+    close(batched[1], expected)
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x) for x in given()]
+    with mode:
+        fake = call(*fakes)
+    assert fake.shape == expected.shape and fake.stride() == expected.stride()
+    close(call(*given()), expected)
 
 
 def test_cache_batch_idx_names_rows_of_the_page_table_in_3_and_is_refused_with_one_in_2():
