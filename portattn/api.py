@@ -99,7 +99,7 @@ def _is_traced(*tensors: Any) -> bool:
 
 
 _INPUTS = "q", "k", "v", "alibi_slopes", "sinks", "bias"
-_PAGED_INPUTS = "q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k", "v", "rotary_cos", "rotary_sin"
+_PAGED_INPUTS = "q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k", "v", "rotary_cos", "rotary_sin", "k_scale", "v_scale"
 
 
 def _check_overlap(bound: Bound, out: Tensor, names: tuple[str, ...], *inputs: Tensor | None) -> None:
@@ -456,7 +456,8 @@ def _attention_paged(bound: Bound, q, k_cache, v_cache, block_table, kv_lens, cu
             return got
     n, given = bound.normal, out
     if given is not None:
-        _check_overlap(bound, given, _PAGED_INPUTS, q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin)
+        scales = (x if isinstance(x, Tensor) else None for x in (k_scale, v_scale))
+        _check_overlap(bound, given, _PAGED_INPUTS, q, k_cache, v_cache, alibi_slopes, sinks, k, v, rotary_cos, rotary_sin, *scales)
     if n.convert:
         kv_lens = after(kv_lens, n.convert, q, cu_seqlens_q)
     if bound.extra is not None:

@@ -440,7 +440,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     f.sinks(sinks, hq, q)
     f.scale("k_scale", k_scale, hkv, batch, q)
     f.scale("v_scale", v_scale, hkv, batch, q)
-    f.out(out, (*q.shape[:-1], dv), q, (q, k_cache, v_cache, k, v, alibi_slopes, sinks, rotary_cos, rotary_sin))
+    f.out(out, (*q.shape[:-1], dv), q, (q, k_cache, v_cache, k, v, alibi_slopes, sinks, rotary_cos, rotary_sin, k_scale, v_scale))
     f.raise_any()
 
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "kv_lens": kv_lens,

@@ -440,7 +440,8 @@ class Attention:
         if self.taken_directly:
             self.order = [names.index(name) for name, _ in self.tensors]
             self.new_out, self.new_lse = maker(self.out_shape, call.q.dtype, self.device), maker(self.lse_shape, torch.float32, self.device)
-            self.reaches = overlaps.Reaches(call.out, enumerate((call.q, call.k, call.v, call.alibi_slopes, call.sinks)))
+            read = (x if isinstance(x, Tensor) else None for x in (call.alibi_slopes, call.sinks, call.k_scale, call.v_scale))
+            self.reaches = overlaps.Reaches(call.out, enumerate((call.q, call.k, call.v, *read)))
 
     def direct(self, q: Tensor, k: Tensor, v: Tensor, *others_and_out: Tensor | None) -> Any:
         """`__call__` on the tensors of a paged call, without a Call: registry.Bound.direct."""
@@ -453,7 +454,7 @@ class Attention:
         if ready is None:
             return None
         if given is not None:
-            read = [0 if x is None else x.data_ptr() for x in others_and_out[3:5]]  # alibi_slopes, sinks
+            read = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in others_and_out[3:7]]  # alibi_slopes, sinks, scales
             if self.reaches.near(pointers[3], pointers[:3] + read):
                 return None
         lse = self.new_lse() if self.has_lse else None

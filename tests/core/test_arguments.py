@@ -341,10 +341,14 @@ def test_a_backend_merges_with_sinks_without_gaps():
     assert all(sinks.is_contiguous() for sinks in seen if sinks is not None) and sum(sinks is not None for sinks in seen) == 4
 
 
-@pytest.mark.parametrize("name", ["q", "sinks", "alibi_slopes", "bias", "k_cache", "k", "rotary_cos"])
+@pytest.mark.parametrize("name", ["q", "sinks", "alibi_slopes", "bias", "k_cache", "k", "rotary_cos", "k_scale", "v_scale"])
 def test_out_over_an_input_of_another_kind_is_refused_in_a_known_call(name):
     """Sinks, a bias or tables are read as long as rows are written; a q with gaps is copied, and still no place for out."""
     def given():
+        if name in ("k_scale", "v_scale"):
+            tensors = {"q": torch.randn(2, 1, 4, 1), "k_cache": torch.randn(2, 4, 4, 1), "v_cache": torch.randn(2, 4, 4, 1),
+                       "block_table": torch.tensor([[1], [0]]), "kv_lens": torch.tensor([3, 4]), name: torch.rand(2, 4)}
+            return paged, tensors
         if name in ("k_cache", "k", "rotary_cos"):
             tensors = {"q": torch.randn(1, 2, 4, 8), "k_cache": torch.randn(2, 4, 1, 8), "v_cache": torch.randn(2, 4, 1, 8),
                        "block_table": torch.tensor([[1]]), "kv_lens": torch.tensor([3]), "k": torch.randn(1, 8, 1, 8)[:, :2],

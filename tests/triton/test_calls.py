@@ -76,6 +76,14 @@ def test_what_needs_a_closer_look_is_not_taken_directly(launches, monkeypatch):
     assert directly(run, call) is None and len(launches) == 1
 
 
+def test_out_over_a_scale_is_not_taken_directly(launches):
+    call = paged(k_scale=torch.ones(2), v_scale=2.0)
+    run = calls.Attention(call)
+    run(call)
+    out = torch.zeros(call.q.numel() // 2)
+    assert directly(run, call, out=out.view(torch.bfloat16).view(call.q.shape), k_scale=out[2:4]) is None and len(launches) == 1
+
+
 def test_appends_and_turned_queries_are_calls(launches):
     new = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16)
     for call in (paged(k_new=new, v_new=new), paged(rotary_cos=torch.ones(64, 16), rotary_sin=torch.ones(64, 16)), paged(q=torch.zeros(0, 1, 8, 64).bfloat16(), out=None)):
