@@ -8,6 +8,8 @@ grad.py     gradients by recomputed tiles                      merging.py  parti
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,11 @@ def attention(call: Call, bound) -> Tensor | tuple[Tensor, Tensor]:
     if call.k_new is not None:
         _look(state["appended"], "attention_paged", call.k_new, call.v_new, call.k, call.v)
     try:
+        written = (call.out,) if call.k_new is None else (call.out, call.k, call.v)
+        if _made_in_inference_mode(*written):
+            with torch.inference_mode():
+                got = route(call, bound, state["host"])
+            return _made_anew(got, call)
         return route(call, bound, state["host"])
     except (IndexError, RuntimeError):
         if state["host"] and (call.cu_seqlens_q is not None or call.block_table is not None):
@@ -54,6 +61,17 @@ def _look(appended: Appended, name: str, *tensors: Tensor) -> None:
     places = tuple([x.data_ptr() for x in tensors])
     if places not in appended.apart:
         appended.look(name, places, *tensors)
+
+
+def _made_in_inference_mode(*written: Tensor | None) -> bool:
+    """Whether torch would refuse to write to one of these here, where kernels that take pointers do."""
+    return not torch.is_inference_mode_enabled() and any(x is not None and x.is_inference() for x in written)
+
+
+def _made_anew(got: Tensor | tuple[Tensor, Tensor], call: Call) -> Tensor | tuple[Tensor, Tensor]:
+    """Results of inference mode as tensors like any other, but for the `out` that was given."""
+    out, lse = got if call.return_lse else (got, None)
+    return _result(out.clone() if call.out is None else call.out, lse if lse is None else lse.clone())
 
 
 def _bind(call: Call, bound):
@@ -338,7 +356,8 @@ def cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, bound) 
     if appended is None:
         appended = bound.state["appended"] = Appended(k, v, k_cache, v_cache)
     _look(appended, "cache_append", k, v, k_cache, v_cache)
-    append.cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, holes.kind(k.device) == "cpu")
+    with torch.inference_mode() if _made_in_inference_mode(k_cache, v_cache) else contextlib.nullcontext():
+        append.cache_append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, holes.kind(k.device) == "cpu")
 
 
 def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None, bound) -> tuple[Tensor, Tensor]:

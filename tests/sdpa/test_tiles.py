@@ -154,6 +154,31 @@ def test_buffers_kept_in_inference_mode_serve_outside_it():
     assert torch.equal(first, run())
 
 
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_tensors_made_in_inference_mode_are_written_outside_it(pretend, kind):
+    """As kernels that take pointers write them; what is new is a tensor like any other."""
+    pretend(kind)
+    table, lens, new = torch.arange(3)[:, None], torch.tensor([4, 9, 1]), randn(3, 1, 2, 24)
+    usual = [randn(3, 16, 2, 24, seed=s) for s in range(2)]
+    with torch.inference_mode():
+        made = [x.clone() for x in usual]
+        dense, ragged, paged = (torch.empty(shape) for shape in ((3, 1, 4, 24), (7, 4, 24), (3, 1, 4, 24)))
+    q, cu = randn(3, 1, 4, 24), torch.tensor([0, 3, 7])
+
+    def append(cache, **out):
+        portattn.cache_append(new[:, 0], new[:, 0], *cache, torch.tensor([2, -1, 40]), backend="sdpa")
+        return portattn.attention_paged(q, *cache, table, lens, k=new, v=new, causal=True, return_lse=True, backend="sdpa", **out)
+
+    expected = append(usual)
+    for got in (append(made), append(made, out=paged)):
+        assert all(torch.equal(a, b) for a, b in zip((*got, *made), (*expected, *usual)))
+        assert not got[1].is_inference()
+    assert got[0] is paged and not append(made)[0].is_inference()
+    rows = randn(7, 4, 24)
+    for call, args, out in ((portattn.attention, (q, usual[0], usual[1]), dense), (portattn.attention_varlen, (rows, rows, rows, cu, cu, 4, 4), ragged)):
+        assert call(*args, out=out, backend="sdpa") is out and torch.equal(out, call(*args, backend="sdpa"))
+
+
 def test_a_windowed_decode_gathers_only_visible_pages(monkeypatch):
     spans, real = [], sdpa.paged.gather
     monkeypatch.setattr(
