@@ -6,6 +6,7 @@ attention_paged has by itself is only named differently; the rest is done here, 
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..api import _attention_paged, attention_paged, cache_append
 from ..dialect import AFTER, BEFORE, ViewsOfLast, lengths, plus
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..recent import Recent
 from ._translate import ANY, equal_lengths, kept_rows, rotate, row_table, sequence_of, single_token_pages, window
 
@@ -38,7 +39,7 @@ def attend(lse: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | No
     softcap = softcap if softcap > 0 else 0.0
     appends, turns = k is not None or v is not None, rotary_cos is not None or rotary_sin is not None
     on_device = isinstance(cache_seqlens, Tensor)
-    options = (lse, appends, turns, on_device, cache_seqlens is None, cache_batch_idx is None, block_table is None, softmax_scale,
+    options = (lse, appends, turns, on_device or type(cache_seqlens), cache_batch_idx is None, block_table is None, softmax_scale,
                not causal, window_size, softcap, not rotary_interleaved, num_splits, not return_lse, alibi_slopes is None,
                k_scale is None, v_scale is None, cu_seqlens_q is None, max_seqlen_q, cu_seqlens_k_new is None,
                softmax_scale.__class__, softcap.__class__, num_splits.__class__, max_seqlen_q.__class__)
@@ -105,6 +106,8 @@ def _from_host(length: int | None, room: int, k_cache: Tensor, table: Tensor) ->
     """One length for all, None: the whole cache. Raises above `room`; PORTATTN_CHECK=1 checks lengths on the device."""
     if length is None:
         length = room
+    elif not isinstance(length, (numbers.Integral, torch.SymInt)):
+        raise ArgumentTypeError(f"{CALL}: cache_seqlens: wanted an int, a tensor of lengths or None, got {length!r}")
     batch, pages = table.shape
     if length > room:
         page_size = k_cache.shape[1]

@@ -6,6 +6,7 @@ differ, the difference is translated on the device and without waiting for it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..device import capturing
 from ..dialect import KEPT
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 
 ANY = (-1, -1)
 _is_compiling = torch.compiler.is_compiling
@@ -34,7 +35,10 @@ def window(given: Any) -> tuple[int, int]:
     """(left, right) as portattn takes it: None and any negative number are unbounded; lists and tensors become ints."""
     if given is None or (type(given) is tuple and given == ANY):
         return ANY
-    left, right = map(int, given)
+    try:
+        left, right = map(operator.index, given)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"window_size: wanted (left, right) of two ints, or None, got {given!r}") from None
     return max(left, -1), max(right, -1)
 
 

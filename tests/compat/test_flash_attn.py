@@ -632,6 +632,21 @@ def test_a_compiled_append_counts_lengths_before_it():
     close(torch.compile(call, fullgraph=True, backend="eager")(cache.clone()), call(cache.clone()))
 
 
+@pytest.mark.parametrize("name, right, wrong", [
+    ("cache_seqlens", 3, 3.0), ("cache_seqlens", 3, "3"), ("window_size", (1, 0), (1.0, 0)), ("window_size", (1, 0), 1), ("window_size", (1, 0), (1, 0, 0)),
+    ("num_splits", 1, True), ("softmax_scale", 1.0, True),
+], ids=lambda x: str(x))
+def test_a_number_of_another_type_is_refused_in_a_known_call_too(name, right, wrong):
+    q, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
+    for fa in (fa2, fa3):
+        call = lambda value: fa.flash_attn_with_kvcache(q, cache, cache, **dict(cache_seqlens=4) | {name: value})
+        for times in (0, 4):
+            for _ in range(times):
+                call(right)
+            with pytest.raises(portattn.ArgumentTypeError, match=f"{name}: wanted "):
+                call(wrong)
+
+
 def test_angles_of_one_kind_only_raise():
     q, cache, lens = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16), torch.tensor([3], dtype=torch.int32)
     for fa in (fa2, fa3):
