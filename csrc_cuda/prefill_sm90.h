@@ -4,7 +4,7 @@
 // Layouts    as portattn/decode.h.
 // Tiling     A block stays on its multiprocessor and takes tiles from a queue, of a sequence those with most keys first.
 //            Warpgroup 0 copies: q, then key blocks of kN keys and their values, last block first, each into the next of
-//            some stages. The others compute 64 rows each.
+//            some stages. The others compute 64 rows each, but for blocks after all keys that their rows see.
 // Overlap    A computing warpgroup starts q.k of the next block and p.v of this one together and does the softmax of the
 //            next while p.v still runs; warpgroups take turns at starting, so that one's softmax runs beside the others'
 //            products. Beside a tile's last p.v, and while its rows are written, runs q.k of the next tile's first block,
@@ -21,6 +21,8 @@
 //            tile's windows, before which pages may hold anything, and keys that no tensor map describes come in
 //            asynchronous copies of 16 bytes, or elements. q comes in boxes of 16 packed rows where a map describes it, and rows
 //            go to out that way, if all 16 are the sequence's. 8-bit keys and values come in pieces, which each thread widens itself.
+//            Where maps describe all of q, keys and values (kBoxed), everything comes in boxes: a warp then overwrites values that are
+//            not the tile's keys' with zeros. Each copying warp has a part of its own, and few registers.
 // Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 
@@ -40,7 +42,6 @@ struct TileMaps {
 };
 
 // kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
-// kBoxed: all sequences are equal, and maps describe q, keys and values.
 template <class T, class C, int kD, int kConsumers, int kN, bool kBoxed = false, int kTogether = (32 << 20) / (4 * kD)>
 struct PrefillSm90 {
   static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
@@ -50,6 +51,7 @@ struct PrefillSm90 {
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
   static constexpr int kBoxRows = 16;  // of q and out
+  static_assert(kRows / kBoxRows * kPanels <= 32 && kGroups * kPanels <= 64, "a lane has one box of q; two warps share those of a block");
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
   // Keys and values of 8 bits lie as they came until the threads that copied them make stages of them, two blocks in turn.
   static constexpr bool kWiden = sizeof(C) == 1;
@@ -64,9 +66,9 @@ struct PrefillSm90 {
   static constexpr int kRowBytes = kQStages * kQBytes + kQBytes / kPanels * kOutPanels;  // of q and out
   static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 or 128 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
-  static constexpr int kTakeRegisters = kBoxed ? (kConsumers == 3 ? 160 : kD > 192 ? 224 : 216) : kConsumers == 3 ? 144 : kD > 192 ? 216 : kD > 64 ? 208 : 200;
+  static constexpr int kTakeRegisters = kConsumers == 3 ? 160 : kBoxed ? (kD > 192 ? 224 : 216) : kD > 192 ? 216 : kD > 64 ? 208 : 200;
   static constexpr int kGiveRegisters = (kConsumers == 3 ? 128 : 168) * (kConsumers + 1) - kTakeRegisters * kConsumers;
-  static_assert(kConsumers == 2 || kConsumers == 3, "registers are dealt out for these");
+  static_assert(kConsumers == 2 || (kConsumers == 3 && kBoxed && kD <= 128), "registers are dealt out for these");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
 
   struct Tile {
@@ -82,7 +84,7 @@ struct PrefillSm90 {
   };
   enum {
     kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kKStages, kFullV = kEmptyK + kKStages, kEmptyV = kFullV + kVStages,
-    kLanded = kEmptyV + kVStages, kFound = kLanded + kVStages, kPassed = kFound + 4, kBarriers = kPassed + 4  // of boxes alone
+    kLanded = kEmptyV + kVStages, kFound = kLanded + kVStages, kPassed = kFound + 4, kBarriers = kPassed + 4  // these for boxes alone
   };
   enum { kCopiers = 1, kTurns, kWriters = kTurns + kConsumers };  // named barriers
 
@@ -1097,7 +1099,8 @@ struct PrefillSm90 {
     if (thread_x() == 0) {
       for (int i = 0; i < kBarriers; ++i) {
         const bool of_keys = i >= kFullK && i < kEmptyK, full = i < kEmptyQ || of_keys || (i >= kFullV && i < kEmptyV);
-        sm90::init(barrier(i), i >= kPassed ? 3 : kBoxed && (of_keys || (i >= kLanded && i < kFound)) ? 1 : full || i >= kFound ? kFinders : 4 * kConsumers);
+        const bool told_once = kBoxed && (of_keys || (i >= kLanded && i < kFound));
+        sm90::init(barrier(i), told_once ? 1 : i >= kPassed ? 3 : full || i >= kFound ? kFinders : 4 * kConsumers);
       }
       sm90::init_done();
       if (p.flags & kMapped) {

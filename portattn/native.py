@@ -706,7 +706,7 @@ class Attention(_Bound):
         self.taken_directly = call.block_table is not None and self.append is None and call.rotary_cos is None
         more = [(place, Call._fields[field]) for place, field in self.present if Call._fields[field] in DIRECT]
         self.more = [(place, DIRECT.index(name)) for place, name in more]
-        read = [(place, getattr(call, name)) for place, name in more if name in ("alibi_slopes", "sinks")]
+        read = [(place, getattr(call, name)) for place, name in more if name in ("alibi_slopes", "sinks", "k_scale", "v_scale")]
         self.reaches = overlaps.Reaches(call.out, [(0, call.q), (1, call.k), (2, call.v), *read])
 
     def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1) -> Launcher:

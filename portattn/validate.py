@@ -432,7 +432,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
     max_q = q.shape[0] if ragged else q.shape[1]
     if ragged and bound is not None:
         max_q = min(bound, max_q)  # no sequence is longer than all of q
-    elif bound is not None and bound < max_q and isinstance(max_seqlen_q, numbers.Integral):
+    elif bound is not None and bound < max_q and isinstance(max_seqlen_q, numbers.Integral) and not isinstance(max_seqlen_q, bool):
         f.value("max_seqlen_q", f"at least q's length {max_q}", max_seqlen_q)
     _new_tokens(f, q, k, v, hkv, dv, k_cache, v_cache)
     _rotary(f, q, rotary_cos, rotary_sin)

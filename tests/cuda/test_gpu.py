@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import portattn
-from portattn import reference
+from portattn import instances, native, reference
 from portattn.device import maker
 from portattn.testing.tolerance import close_lse, close_out
 
@@ -111,6 +111,28 @@ def test_graphs_and_eager_calls_at_the_same_time_do_not_share_partial_results():
             run(eager)
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for _, out in graphs) and torch.equal(eager, want)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 192, 256])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window_size=(200, 0)), dict(), dict(causal=True, softcap=5.0)], ids=["causal", "window", "full", "softcap"])
+def test_tiles_in_boxes(options, dim, large, monkeypatch):
+    """Dense, ragged and over pages, in small tiles and in large; the numbers of heads and tokens keep bound calls apart."""
+    monkeypatch.setattr(native, "large_tiles_pay", lambda call, dim, limits: large and dim in instances.SM90_LARGE_TILES)
+    group, more = (4 if large else 2), 64 * large
+    lens, q_lens = (1000 + more, 17, 300, 700, 0, 2100), (700, 17, 300, 1, 0, 333)
+    check(*problem(lens, q_lens, (2 * group, 2), dim, dim, 16 * group, torch.bfloat16, ragged=True, **options))
+    check(*problem(lens[:3], (500 + more,) * 3, (2 * group, 2), dim, dim, 16, torch.float16, **options))
+    g = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(2, n, h, dim, generator=g).bfloat16() for n, h in ((470 + more, 2 * group), (900, 2), (900, 2)))
+    cu_q, cu_k = torch.tensor([0, 300, 301, 470 + more], dtype=torch.int32), torch.tensor([0, 0, 500, 900], dtype=torch.int32)
+    ragged = (q[0], k[0], v[0], cu_q, cu_k, 300, 500)
+    for name, args in (("attention", (q, k, v)), ("attention_varlen", ragged)):
+        out, lse = getattr(portattn, name)(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args), **options, return_lse=True, backend="cuda")
+        want, want_lse = getattr(reference, name)(*args, **options)
+        plain, plain_lse = reference.plain(getattr(reference, name), *args, **options)
+        close_out(out.cpu(), want, plain, q.dtype)
+        close_lse(lse.cpu(), want_lse, plain_lse, q.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
