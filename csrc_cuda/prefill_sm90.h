@@ -126,38 +126,33 @@ struct PrefillSm90 {
     return s.len_q > 0 && rows > (p.flags & kAllTiles ? 0 : p.flags & kTiled ? p.group : kDecodeRows) ? ceil_div(rows, kRows) : 0;
   }
 
-  // The threads that find tiles: all that copy, or of four warps that copy boxes the last.
-  static constexpr int kFinders = kBoxed ? 32 : sm90::kGroup;
-  static PA_DEVICE int finder() { return kBoxed ? warp::lane() : thread_x(); }
-  static PA_DEVICE void finders_meet() {
-    if constexpr (kBoxed) warp::wave_sync();
-    else sm90::meet<sm90::kGroup>(kCopiers);
-  }
-
   PA_DEVICE int count() const {
-    const int each = ceil_div(p.batch, kFinders), from = min_of(p.batch, finder() * each), to = min_of(p.batch, from + each);
+    const int each = ceil_div(p.batch, sm90::kGroup), from = min_of(p.batch, thread_x() * each), to = min_of(p.batch, from + each);
     int sum = 0;
     for (int b = from; b < to; ++b) sum += tiles_of(sequence(p, b)) * p.heads_kv;
+    sum = sum_to_here(sum);
+    if (warp::lane() == 31) control.sums[thread_x() / 32] = sum;
+    sm90::meet<sm90::kGroup>(kCopiers);
+    for (int w = 0; w < thread_x() / 32; ++w) sum += control.sums[w];
+    control.prefix[thread_x() + 1] = sum;
+    if (thread_x() == 0) control.prefix[0] = 0;
+    sm90::meet<sm90::kGroup>(kCopiers);
+    return control.prefix[sm90::kGroup];
+  }
+  // Of the lanes up to this one.
+  static PA_DEVICE int sum_to_here(int sum) {
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int x = warp::shfl_idx<32>(sum, warp::lane() - d);
       if (warp::lane() >= d) sum += x;
     }
-    if (kFinders > 32) {
-      if (warp::lane() == 31) control.sums[thread_x() / 32] = sum;
-      finders_meet();
-      for (int w = 0; w < thread_x() / 32; ++w) sum += control.sums[w];
-    }
-    control.prefix[finder() + 1] = sum;
-    if (finder() == 0) control.prefix[0] = 0;
-    finders_meet();
-    return control.prefix[kFinders];
+    return sum;
   }
 
   // Puts the queue's tile number i into `to`.
   PA_DEVICE void find(int i, Tile& to) const {
-    if (control.prefix[finder()] <= i && i < control.prefix[finder() + 1]) {
-      int b = finder() * ceil_div(p.batch, kFinders), start = control.prefix[finder()];
+    if (control.prefix[thread_x()] <= i && i < control.prefix[thread_x() + 1]) {
+      int b = thread_x() * ceil_div(p.batch, sm90::kGroup), start = control.prefix[thread_x()];
       for (;;) {
         const int n = tiles_of(sequence(p, b)) * p.heads_kv;
         if (i < start + n) break;
@@ -166,7 +161,7 @@ struct PrefillSm90 {
       }
       describe(b, i - start, to);
     }
-    finders_meet();
+    sm90::meet<sm90::kGroup>(kCopiers);
   }
 
   // Tile number i of a sequence. Later rows see more keys where the mask is causal: they come first.
@@ -446,8 +441,8 @@ struct PrefillSm90 {
   // Tile `nth` of this block is the queue's tile `taken`, or, past the last, none.
   PA_DEVICE void find_tile(int nth, int taken, int tiles) const {
     Tile& t = control.tiles[nth & 3];
-    if (taken < tiles) return find(taken, t);
-    if (finder() == 0) {
+    if (taken < tiles) return kBoxed ? find_by_warp(taken, t) : find(taken, t);
+    if (kBoxed ? warp::lane() == 0 : thread_x() == 0) {
       t = {};
       t.b = -1;
     }
@@ -609,6 +604,23 @@ struct PrefillSm90 {
     }
   }
 
+  // As find, by one warp: the part of all sequences that has the tile, then, a lane each, the sequence.
+  PA_DEVICE void find_by_warp(int i, Tile& to) const {
+    int part = 0;
+    for (int j = warp::lane(); j < sm90::kGroup; j += 32)
+      if (control.prefix[j] <= i && i < control.prefix[j + 1]) part = j;
+    part = warp::reduce_sum<32>(part);
+    const int each = ceil_div(p.batch, sm90::kGroup), end = min_of(p.batch, (part + 1) * each);
+    int start = control.prefix[part];
+    for (int b = part * each + warp::lane();; b += 32) {
+      const int n = b < end ? tiles_of(sequence(p, b)) * p.heads_kv : 0, to_here = start + sum_to_here(n);
+      const bool mine = i < to_here && i >= to_here - n;
+      if (mine) describe(b, i - (to_here - n), to);
+      if (warp::any(mine)) return;
+      start = warp::shfl_idx<32>(to_here, 31);
+    }
+  }
+
   // Finds the queue's tile `taken`, as this block's `nth`, and says so; every lane, one of which wrote it down.
   PA_DEVICE void find_next(int nth, int taken, int tiles) const {
     sm90::wait(barrier(kPassed + (nth & 3)), (nth >> 2 & 1) ^ 1);  // the tile before in its place is nobody's any more
@@ -630,12 +642,11 @@ struct PrefillSm90 {
     ring.next();
   }
 
-  PA_DEVICE void finding(int block, int blocks) const {
+  PA_DEVICE void finding(int block, int blocks, int tiles) const {
     Ring<kQStages> qs;
     Ring<kVStages> ring;
     Edges unused;
     const bool any = 1 < maps.boxes * kPanels;
-    const int tiles = count();
     int taken = block;
     find_next(0, taken, tiles);
     box_q(qs, 0);
@@ -664,10 +675,10 @@ struct PrefillSm90 {
   }
 
   PA_DEVICE void copying_boxes(int block, int blocks) const {
-    const int w = warp::shfl_idx<32>(thread_x() / 32, 0);
+    const int w = warp::shfl_idx<32>(thread_x() / 32, 0), tiles = count();
     if (w < 2) copying_keys();
     else if (w == 2) copying_values();
-    else finding(block, blocks);
+    else finding(block, blocks, tiles);
   }
 
   // ---- computing
@@ -1100,7 +1111,7 @@ struct PrefillSm90 {
       for (int i = 0; i < kBarriers; ++i) {
         const bool of_keys = i >= kFullK && i < kEmptyK, full = i < kEmptyQ || of_keys || (i >= kFullV && i < kEmptyV);
         const bool told_once = kBoxed && (of_keys || (i >= kLanded && i < kFound));
-        sm90::init(barrier(i), told_once ? 1 : i >= kPassed ? 3 : full || i >= kFound ? kFinders : 4 * kConsumers);
+        sm90::init(barrier(i), told_once ? 1 : i >= kPassed ? 3 : full || i >= kFound ? (kBoxed ? 32 : sm90::kGroup) : 4 * kConsumers);
       }
       sm90::init_done();
       if (p.flags & kMapped) {

@@ -234,6 +234,15 @@ def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim, kv):
             assert host.build("prefill_sm90", **options).portattn_simt_shared_bytes() == shape.shared
 
 
+@pytest.mark.parametrize("boxed", [True, False])
+def test_tiles_are_found_among_many_sequences(boxed):
+    """More than copying threads, of which few have tiles."""
+    lens, q_lens = [0] * 300, [0] * 300
+    for b, n in ((0, 70), (5, 90), (6, 66), (255, 130), (299, 75)):
+        lens[b], q_lens[b] = n + 20, n
+    check(*paged(lens, q_lens=q_lens, heads=(2, 2)), boxed=boxed, order=host.RANDOM)
+
+
 @pytest.mark.parametrize("order", [host.FORWARD, host.REVERSE, host.RANDOM])
 @pytest.mark.parametrize("options", [dict(), dict(window=(50, 0), sinks=torch.tensor([1.0, -2.0, 0.5, 8.0])), dict(page=32, softcap=5.0), dict(page=48)], ids=lambda o: "-".join(o))
 def test_three_warpgroups_take_tiles_of_192_rows(order, options):
