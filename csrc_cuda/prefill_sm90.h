@@ -130,7 +130,11 @@ struct PrefillSm90 {
     const int each = ceil_div(p.batch, sm90::kGroup), from = min_of(p.batch, thread_x() * each), to = min_of(p.batch, from + each);
     int sum = 0;
     for (int b = from; b < to; ++b) sum += tiles_of(sequence(p, b)) * p.heads_kv;
-    sum = sum_to_here(sum);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int x = warp::shfl_idx<32>(sum, warp::lane() - d);
+      if (warp::lane() >= d) sum += x;
+    }
     if (warp::lane() == 31) control.sums[thread_x() / 32] = sum;
     sm90::meet<sm90::kGroup>(kCopiers);
     for (int w = 0; w < thread_x() / 32; ++w) sum += control.sums[w];
@@ -139,21 +143,18 @@ struct PrefillSm90 {
     sm90::meet<sm90::kGroup>(kCopiers);
     return control.prefix[sm90::kGroup];
   }
-  // Of the lanes up to this one.
-  static PA_DEVICE int sum_to_here(int sum) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int x = warp::shfl_idx<32>(sum, warp::lane() - d);
-      if (warp::lane() >= d) sum += x;
-    }
-    return sum;
-  }
 
-  // Puts the queue's tile number i into `to`.
+  // Puts the queue's tile number i into `to`: by the thread to whose sequences it belongs, of all that copy or of one warp.
   PA_DEVICE void find(int i, Tile& to) const {
-    if (control.prefix[thread_x()] <= i && i < control.prefix[thread_x() + 1]) {
-      int b = thread_x() * ceil_div(p.batch, sm90::kGroup), start = control.prefix[thread_x()];
-      for (;;) {
+    constexpr int kParts = kBoxed ? 4 : 1;  // of the sequences that a thread counted
+    const int each = ceil_div(p.batch, sm90::kGroup), first = (kBoxed ? warp::lane() : thread_x()) * kParts;
+    int part = -1;
+#pragma unroll 1
+    for (int j = first; j < first + kParts; ++j)
+      if (control.prefix[j] <= i && i < control.prefix[j + 1]) part = j;
+    if (part >= 0) {
+      int b = part * each, start = control.prefix[part];
+      while (each > 1) {
         const int n = tiles_of(sequence(p, b)) * p.heads_kv;
         if (i < start + n) break;
         start += n;
@@ -161,7 +162,8 @@ struct PrefillSm90 {
       }
       describe(b, i - start, to);
     }
-    sm90::meet<sm90::kGroup>(kCopiers);
+    if constexpr (kBoxed) warp::wave_sync();
+    else sm90::meet<sm90::kGroup>(kCopiers);
   }
 
   // Tile number i of a sequence. Later rows see more keys where the mask is causal: they come first.
@@ -441,7 +443,7 @@ struct PrefillSm90 {
   // Tile `nth` of this block is the queue's tile `taken`, or, past the last, none.
   PA_DEVICE void find_tile(int nth, int taken, int tiles) const {
     Tile& t = control.tiles[nth & 3];
-    if (taken < tiles) return kBoxed ? find_by_warp(taken, t) : find(taken, t);
+    if (taken < tiles) return find(taken, t);
     if (kBoxed ? warp::lane() == 0 : thread_x() == 0) {
       t = {};
       t.b = -1;
@@ -601,23 +603,6 @@ struct PrefillSm90 {
       }
       clear(e);
       passed(nth);
-    }
-  }
-
-  // As find, by one warp: the part of all sequences that has the tile, then, a lane each, the sequence.
-  PA_DEVICE void find_by_warp(int i, Tile& to) const {
-    int part = 0;
-    for (int j = warp::lane(); j < sm90::kGroup; j += 32)
-      if (control.prefix[j] <= i && i < control.prefix[j + 1]) part = j;
-    part = warp::reduce_sum<32>(part);
-    const int each = ceil_div(p.batch, sm90::kGroup), end = min_of(p.batch, (part + 1) * each);
-    int start = control.prefix[part];
-    for (int b = part * each + warp::lane();; b += 32) {
-      const int n = b < end ? tiles_of(sequence(p, b)) * p.heads_kv : 0, to_here = start + sum_to_here(n);
-      const bool mine = i < to_here && i >= to_here - n;
-      if (mine) describe(b, i - (to_here - n), to);
-      if (warp::any(mine)) return;
-      start = warp::shfl_idx<32>(to_here, 31);
     }
   }
 
