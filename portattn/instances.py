@@ -255,7 +255,7 @@ def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
 
 def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, boxed: bool = False, large: bool = False) -> Shape:
     """The Hopper prefill instance: one block on a multiprocessor, which takes tile after tile. `boxed`: the one of calls whose q, keys and values tensor
-    maps describe, where one warp copies."""
+    maps describe. `large`: its larger tiles."""
     consumers, n = (SM90_LARGE_TILES if large else SM90_TILES)[dim]
     options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)),
                ("PA_BOXED", str(int(boxed))))

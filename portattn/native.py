@@ -210,7 +210,7 @@ def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
 
 
 # By head size, the time of a row and key in larger tiles, to one in others.
-LARGE_TILES_PACE = {64: 0.87, 80: 0.91, 96: 0.94, 128: 0.96}
+LARGE_TILES_PACE = {64: 0.87, 80: 0.86, 96: 0.92, 128: 0.96}
 
 
 def in_boxes(call: Call, flags: int) -> bool:
