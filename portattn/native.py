@@ -18,7 +18,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from . import dialect, overlaps
+from . import dialect, freed, overlaps
 from .appended import Appended
 from .device import maker
 from .driver import Driver, Function, LaunchConfig
@@ -801,7 +801,7 @@ class Attention(_Bound):
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, kv_lens.data_ptr(), block_table.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0,
                      *(self.workspaces.get(stream, self.room) if self.room else (0, 0))]
-        if (addresses[1] | addresses[2]) & self.kv_mask or addresses[3] & self.out_mask or addresses[0] & self.q_mask:
+        if (addresses[1] | addresses[2]) & self.kv_mask or addresses[3] & self.out_mask or addresses[0] & self.q_mask or 0 in addresses[:4]:
             return None
         for place, nth in self.more:
             addresses[place] = others_and_out[nth].data_ptr()
@@ -817,6 +817,9 @@ class Attention(_Bound):
     def _run(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         q, k, v, o, within = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr(), call.within
+        if not (q and k and v and o):
+            name, tensors = freed.named(call)
+            freed.refuse(name, **tensors)  # or one of them has no elements
         if within is not None:
             q, k, v = q + within[0], k + within[1], v + within[2]
         off = ((ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED | MAPPED_OUT if o & self.out_mask else 0)

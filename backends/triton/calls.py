@@ -9,7 +9,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from portattn import config, dialect, forks, overlaps
+from portattn import config, dialect, forks, freed, overlaps
 from portattn.appended import Appended
 from portattn.device import maker
 from portattn.problem import Call
@@ -451,7 +451,7 @@ class Attention:
         out = self.new_out() if given is None else given
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
         ready = self.variants.get(self._variant(*pointers))
-        if ready is None:
+        if ready is None or 0 in pointers:
             return None
         if given is not None:
             read = [x.data_ptr() if isinstance(x, Tensor) else 0 for x in others_and_out[3:7]]  # alibi_slopes, sinks, scales
@@ -490,6 +490,9 @@ class Attention:
         if self.append is not None:
             self.append(call, stream)
         pointers = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()]
+        if 0 in pointers:
+            name, tensors = freed.named(call)
+            freed.refuse(name, **tensors)  # or one of them has no elements
         if call.within is not None:
             pointers[:3] = [pointer + place for pointer, place in zip(pointers, call.within)]
         variant = self._variant(*pointers)

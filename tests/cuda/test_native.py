@@ -439,6 +439,20 @@ def chunk(**changed):
     return plain(q=bf(3, 70, 8, 64), out=bf(3, 70, 8, 64), max_seqlen_q=70)._replace(**changed)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+@pytest.mark.parametrize("make", [plain, chunk])
+def test_a_known_call_on_what_was_freed_is_refused_before_it_is_launched(hopper, make, name):
+    call = make()
+    run = native.Attention(hopper, call, problem())
+    run(call)
+    before, gone = len(launches(hopper)), getattr(call, name).clone()
+    gone.untyped_storage().resize_(0)
+    assert directly(run, call, **{name: gone}) is None
+    with pytest.raises(ArgumentError, match=f"attention_paged: {name}(_cache)?: wanted a storage"):
+        run(call._replace(**{name: gone}))
+    assert len(launches(hopper)) == before
+
+
 def test_tensor_maps_follow_the_tensors_and_say_a_page_is_a_box(hopper):
     call = chunk()
     run = native.Attention(hopper, call, problem(q_len="extend"))

@@ -104,3 +104,16 @@ def test_new_tokens_over_a_cache_are_refused_before_anything_is_launched(launche
     with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted a storage"):
         run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": gone}))
     assert not launches
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_known_call_on_what_was_freed_is_refused_before_it_is_launched(launches, name):
+    call = paged()
+    run = calls.Attention(call)
+    run(call)
+    gone = getattr(call, name).clone()
+    gone.untyped_storage().resize_(0)
+    assert directly(run, call, **{name: gone}) is None
+    with pytest.raises(ArgumentError, match=f"attention_paged: {name}(_cache)?: wanted a storage"):
+        run(call._replace(**{name: gone}))
+    assert len(launches) == 1
