@@ -180,20 +180,16 @@ template <int kN> struct Product;
 #define PA_C96 PA_C80 "," PA_R5
 #define PA_C128 PA_C96 "," PA_R6 "," PA_R7
 #define PA_C112 PA_C96 "," PA_R6
-#define PA_C144 PA_C128 "," PA_R8
-#define PA_C160 PA_C144 "," PA_R9
-#define PA_C176 PA_C160 "," PA_R10
-#define PA_C192 PA_C176 "," PA_R11
+#define PA_C160 PA_C128 "," PA_R8 "," PA_R9
+#define PA_C192 PA_C160 "," PA_R10 "," PA_R11
 #define PA_C256 PA_C192 "," PA_R12 "," PA_R13 "," PA_R14 "," PA_R15
 #define PA_O64 PA_O(d, 0), PA_O(d, 8), PA_O(d, 16), PA_O(d, 24)
 #define PA_O80 PA_O64, PA_O(d, 32)
 #define PA_O96 PA_O80, PA_O(d, 40)
 #define PA_O128 PA_O96, PA_O(d, 48), PA_O(d, 56)
 #define PA_O112 PA_O96, PA_O(d, 48)
-#define PA_O144 PA_O128, PA_O(d, 64)
-#define PA_O160 PA_O144, PA_O(d, 72)
-#define PA_O176 PA_O160, PA_O(d, 80)
-#define PA_O192 PA_O176, PA_O(d, 88)
+#define PA_O160 PA_O128, PA_O(d, 64), PA_O(d, 72)
+#define PA_O192 PA_O160, PA_O(d, 80), PA_O(d, 88)
 #define PA_O256 PA_O192, PA_O(d, 96), PA_O(d, 104), PA_O(d, 112), PA_O(d, 120)
 
 // N0 to N4: the operands behind them.
@@ -222,9 +218,7 @@ PA_PRODUCT(80, "%40", "%41", "%42", "%43", "%44")
 PA_PRODUCT(96, "%48", "%49", "%50", "%51", "%52")
 PA_PRODUCT(112, "%56", "%57", "%58", "%59", "%60")
 PA_PRODUCT(128, "%64", "%65", "%66", "%67", "%68")
-PA_PRODUCT(144, "%72", "%73", "%74", "%75", "%76")
 PA_PRODUCT(160, "%80", "%81", "%82", "%83", "%84")
-PA_PRODUCT(176, "%88", "%89", "%90", "%91", "%92")
 PA_PRODUCT(192, "%96", "%97", "%98", "%99", "%100")
 PA_PRODUCT(256, "%128", "%129", "%130", "%131", "%132")
 #undef PA_PRODUCT
@@ -234,6 +228,7 @@ PA_PRODUCT(256, "%128", "%129", "%130", "%131", "%132")
 #undef PA_C64
 #undef PA_C80
 #undef PA_C96
+#undef PA_C112
 #undef PA_C128
 #undef PA_C160
 #undef PA_C192
@@ -241,6 +236,7 @@ PA_PRODUCT(256, "%128", "%129", "%130", "%131", "%132")
 #undef PA_O64
 #undef PA_O80
 #undef PA_O96
+#undef PA_O112
 #undef PA_O128
 #undef PA_O160
 #undef PA_O192

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import freed, overlaps
-from .errors import ArgumentError
+from .errors import ArgumentError, faults
 
 KEPT = 4096  # addresses of calls of a kind
 
@@ -36,10 +36,15 @@ class Appended:
 
 def refuse(call: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises an ArgumentError where new tokens share memory with a cache."""
-    lines = [f"{name}: wanted memory of its own, got some of the memory of {cache_name}" for name, x in (("k", k), ("v", v))
+    lines = ["{}: wanted {}, got {}".format(name, *wanted(cache_name)) for name, x in (("k", k), ("v", v))
              for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)) if overlaps.share(x, cache)]
     if lines:
-        raise ArgumentError(f"{call}: " + (f"{len(lines)} faults\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
+        raise ArgumentError(faults(call, lines))
 
 
-__all__ = ["Appended", "refuse"]
+def wanted(cache_name: str) -> tuple[str, str]:
+    """What an error says was wanted of new tokens, and came."""
+    return "memory of its own", f"some of the memory of {cache_name}"
+
+
+__all__ = ["Appended", "refuse", "wanted"]

@@ -15,6 +15,11 @@ class ArgumentTypeError(PortattnError, TypeError):
     """An argument is of a wrong Python type; the text lists every fault of the call."""
 
 
+def faults(call: str, lines: list[str]) -> str:
+    """The text of an error that lists what is wrong with a call."""
+    return f"{call}: " + (f"{len(lines)} faults\n  " if len(lines) > 1 else "") + "\n  ".join(lines)
+
+
 class NoBackendError(PortattnError, NotImplementedError):
     """No backend can run the problem; the text lists each one with its reasons and a fix.
 

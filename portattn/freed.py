@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
+from .errors import ArgumentError, faults
 from .overlaps import reach
 from .problem import Call
 
@@ -47,7 +47,14 @@ def refuse(call: str, **given: Any) -> None:
             if isinstance(t, Tensor) and (short := shortage(t)):
                 lines.append("{}: wanted {}, got {}".format(name, *wanted(short)))
     if lines:
-        raise ArgumentError(f"{call}: " + (f"{len(lines)} faults\n  " if len(lines) > 1 else "") + "\n  ".join(lines))
+        raise ArgumentError(faults(call, lines))
+
+
+def refuse_of(call: Call) -> str:
+    """`refuse` for all that a backend was given; the function's name."""
+    name, tensors = named(call)
+    refuse(name, **tensors)
+    return name
 
 
 def named(call: Call) -> tuple[str, dict[str, Any]]:
@@ -58,4 +65,4 @@ def named(call: Call) -> tuple[str, dict[str, Any]]:
     return function, {names.get(name, name): x for name, x in zip(call._fields, call) if isinstance(x, Tensor)}
 
 
-__all__ = ["LOW", "named", "refuse", "shortage", "wanted"]
+__all__ = ["LOW", "named", "refuse", "refuse_of", "shortage", "wanted"]

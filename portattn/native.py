@@ -602,11 +602,10 @@ class _Bound:
 class Append(_Bound):
     """New tokens into a cache: `cache_append`, or the first half of an attention call with k and v."""
 
-    def __init__(self, device: Device, k: Tensor, values: dict[str, Any], dtype: str, kv_dtype: str, about: str):
+    def __init__(self, device: Device, tensors: tuple[Tensor, Tensor, Tensor, Tensor], values: dict[str, Any], dtype: str, kv_dtype: str, about: str):
         super().__init__(device)
-        self.tokens = k.shape[:-2].numel() if values["heads_kv"] else 0
-        self.appended: Appended | None = None
-        self.apart: set[tuple[int, ...]] = set()  # its own, once it is there
+        self.tokens = tensors[0].shape[:-2].numel() if values["heads_kv"] else 0
+        self.appended = Appended(*tensors)
         if self.tokens:
             function = device.function(small_instance("append", dtype, kv_dtype), 0)
             self.launch = Launcher(function, APPEND, values, (self.tokens, 1), SMALL_THREADS, about, overlapping=device.limits.overlap)
@@ -621,16 +620,10 @@ class Append(_Bound):
         lengths, table, cu_q, cos, sin = (0, 0, 0, 0, 0) if call is None else (
             _address(call.kv_lens), _address(call.block_table), _address(call.cu_seqlens_q), _address(call.rotary_cos), _address(call.rotary_sin))
         places = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        if places not in self.apart:
-            self._look("cache_append" if call is None else "attention_paged", places, k, v, k_cache, v_cache)
+        if places not in self.appended.apart:
+            self.appended.look("cache_append" if call is None else "attention_paged", places, k, v, k_cache, v_cache)
         self.launch(self.stream(), 0, (*places, 0 if slots is None else slots.data_ptr(), lengths, table, cu_q,
                                        0 if k_scale is None else _tensor_address(k_scale), 0 if v_scale is None else _tensor_address(v_scale), cos, sin))
-
-    def _look(self, name: str, places: tuple[int, ...], *tensors: Tensor) -> None:
-        if self.appended is None:
-            self.appended = Appended(*tensors)
-            self.apart = self.appended.apart
-        self.appended.look(name, places, *tensors)
 
 
 class Merge(_Bound):
@@ -675,7 +668,7 @@ class Attention(_Bound):
         self.append = None
         if call.k_new is not None:
             values = append_values(call.k_new, call.v_new, call.k, call.v, call.k_scale, call.v_scale, call)
-            self.append = Append(device, call.k_new, values, problem.dtype, problem.kv_dtype, str(problem))
+            self.append = Append(device, (call.k_new, call.v_new, call.k, call.v), values, problem.dtype, problem.kv_dtype, str(problem))
         self.empty = out.numel() == 0
         if self.empty:
             return
@@ -687,9 +680,7 @@ class Attention(_Bound):
             self.launch = self.launch or self._free_launcher(call, dim, device.limits)
             self.plain = True
         if not self.plain:
-            boxed = aligned and in_boxes(call, self.values["flags"])
-            if not self._bind_general(call, dim, plain, boxed):
-                self._bind_general(call, dim, plain, False)
+            self._bind_general(call, dim, plain, aligned and in_boxes(call, self.values["flags"]))
         self.kv_mask = 15 if self.values["flags"] & ALIGNED else 0
         self.out_mask = 15 if self.mapped & MAPPED_OUT else 4 * out.element_size() - 1 if self.values["flags"] & OUT_ALIGNED else 0
         self.q_mask = 15 if self.plain or self.mapped & MAPPED_Q else 0
@@ -709,13 +700,11 @@ class Attention(_Bound):
         read = [(place, getattr(call, name)) for place, name in more if name in ("alibi_slopes", "sinks", "k_scale", "v_scale")]
         self.reaches = overlaps.Reaches(call.out, [(0, call.q), (1, call.k), (2, call.v), *read])
 
-    def _launcher(self, call: Call, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1) -> Launcher:
-        function, maps = self.device.function(shape.instance, shape.shared), None
+    def _launcher(self, shape: Shape, values: dict[str, Any], grid: tuple[int, int], cluster: int = 1,
+                  maps: Callable[[], TileMaps] | None = None) -> Launcher:
+        function = self.device.function(shape.instance, shape.shared)
         if shape.instance.kernel not in ("decode", "plain"):
             self.turns = self.device.tiles
-        if shape.keys:
-            maps, flags = tile_maps(self.device.driver.encode_map, call, self.out_form, shape.keys, values["flags"])
-            values, self.mapped = values | {"flags": values["flags"] | flags}, flags
         return Launcher(function, ATTENTION, values, grid, shape.threads, str(self.problem), cluster, self.device.limits.overlap, maps)
 
     def _plain_launcher(self, call: Call, dim: int, blocks: int, flags: int = 0) -> Launcher | None:
@@ -729,7 +718,7 @@ class Attention(_Bound):
         if c is None:
             return None
         values = plain_values(self.values, dealing(heads, c.lines * c.size, c.lines)) | {"flags": self.values["flags"] | flags}
-        return self._launcher(call, shape, values, (c.lines, c.size), c.size)
+        return self._launcher(shape, values, (c.lines, c.size), c.size)
 
     def _free_launcher(self, call: Call, dim: int, limits: Limits) -> Launcher:
         """plain.h on all multiprocessors, without clusters."""
@@ -738,40 +727,39 @@ class Attention(_Bound):
         units = self.values["batch"] * heads * units_of(call, shape)
         values = plain_values(self.values, dealing(heads, max(1, min(shape.blocks * limits.sms, units // FREE_UNITS)), tiles=self.values["batch"]))
         self.room = plain_room(values, dim)
-        return self._launcher(call, shape, values, (values["lines"], values["workers"]))
+        return self._launcher(shape, values, (values["lines"], values["workers"]))
 
-    def _bind_general(self, call: Call, dim: int, plain: bool, boxed: bool) -> bool:
-        """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token. False: the kernel that takes boxes alone would be
-        the one, and the driver maps no such tensors."""
-        problem, limits = self.problem, self.device.limits
+    def _bind_general(self, call: Call, dim: int, plain: bool, boxed: bool) -> None:
+        """The other kernels; `plain`: of a ragged call, plain.h may compute the sequences of one token; `boxed`: q, keys and values may come in boxes
+        alone."""
+        problem, limits, maps = self.problem, self.device.limits, None
         shape = attention_shape(call, problem, dim, limits, boxed)
-        if shape.boxed:
-            _, flags = tile_maps(self.device.driver.encode_map, call, self.out_form, shape.keys, self.values["flags"])
-            if flags & (MAPPED | MAPPED_Q) != MAPPED | MAPPED_Q:
-                return False
+        if shape.keys:
+            maps, self.mapped = tile_maps(self.device.driver.encode_map, call, self.out_form, shape.keys, self.values["flags"])
+            if shape.boxed and self.mapped & (MAPPED | MAPPED_Q) != MAPPED | MAPPED_Q:  # the driver maps no such tensors
+                return self._bind_general(call, dim, plain, False)
         self.boxed = shape.boxed
-        values = self.values | sharing(call, shape, limits)
+        values = self.values | sharing(call, shape, limits) | {"flags": self.values["flags"] | self.mapped}
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
         # Alone: what has parts for few rows too, what has none of few rows, and Hopper's tiles, which take those of few rows if they are told.
         if shape.unit or call.q.dim() == 4 or (shape.keys and look_equal(call)):
             alone = ALL_TILES if shape.keys else 0
-            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | alone}, grid)
-            return True
+            self.launch = self._launcher(shape, values | {"flags": values["flags"] | alone}, grid, maps=maps)
+            return
         # Before tiles alone comes a launch for sequences of few rows. Where that is plain.h, it leaves multiprocessors to the tiles,
         # which take the others too when it ends: one that waits for memory and one that computes, side by side.
         if plain:
             self.before = self._plain_launcher(call, dim, limits.sms // 2, TILED)
         if self.before is not None:
             self.plain = True
-            self.launch = self._launcher(call, shape, values | {"flags": values["flags"] | TILED}, grid)
-            return True
-        self.launch = self._launcher(call, shape, values, grid)
+            self.launch = self._launcher(shape, values | {"flags": values["flags"] | TILED}, grid, maps=maps)
+            return
+        self.launch = self._launcher(shape, values, grid, maps=maps)
         few = decode_shape(problem.dtype, problem.kv_dtype, dim, limits)
         values = self.values | sharing(call, few, limits) | {"flags": self.values["flags"] | TILED}
         self.room = room(values, dim)
-        self.before = self._launcher(call, few, values, grid_of(call, few, values))
-        return True
+        self.before = self._launcher(few, values, grid_of(call, few, values))
 
     @staticmethod
     def _new_out(call: Call) -> Tensor:
@@ -818,8 +806,7 @@ class Attention(_Bound):
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         q, k, v, o, within = call[0].data_ptr(), call[1].data_ptr(), call[2].data_ptr(), out.data_ptr(), call.within
         if not (q and k and v and o):
-            name, tensors = freed.named(call)
-            freed.refuse(name, **tensors)  # or one of them has no elements
+            freed.refuse_of(call)  # or one of them has no elements
         if within is not None:
             q, k, v = q + within[0], k + within[1], v + within[2]
         off = ((ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED | MAPPED_OUT if o & self.out_mask else 0)

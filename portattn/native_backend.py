@@ -35,7 +35,7 @@ class NativeBackend:
         if run is None:
             values = native.append_values(k, v, k_cache, v_cache, k_scale, v_scale, slots=slot_mapping)
             problem = bound.problem
-            run = bound.state["run"] = native.Append(self.device(k.device.index), k, values, problem.dtype, problem.kv_dtype, str(problem))
+            run = bound.state["run"] = native.Append(self.device(k.device.index), (k, v, k_cache, v_cache), values, problem.dtype, problem.kv_dtype, str(problem))
         run(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
     def merge_states(self, outs, lses, sinks, bound):

@@ -14,10 +14,10 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from . import config, freed, overlaps, registry
+from . import appended, config, freed, overlaps, registry
 from .device import capturing, facts
 from .dialect import AFTER, OURS, PREFIX_SUMS
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, faults
 from .manifest import DTYPES, KV_DTYPES
 from .problem import Call, Problem, dtype_name, q_len_class
 from .registry import Bound
@@ -70,8 +70,7 @@ class Faults:
     def raise_any(self) -> None:
         if self.lines:
             kind = ArgumentError if self.values else ArgumentTypeError
-            head = f"{self.call}: " + (f"{len(self.lines)} faults\n  " if len(self.lines) > 1 else "")
-            raise kind(head + "\n  ".join(self.lines))
+            raise kind(faults(self.call, self.lines))
 
     # ---- single arguments; each returns whether later checks may use it
     def tensor(self, name: str, x: Any, ndim: int | tuple[int, ...], dtypes: tuple[torch.dtype, ...],
@@ -220,7 +219,7 @@ class Faults:
         """New tokens are read as caches are written; those that are copied first may be anywhere."""
         for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             if x.device == cache.device and not _loose(x) and overlaps.share(x, cache):
-                self.value(name, "memory of its own", f"some of the memory of {cache_name}")
+                self.value(name, *appended.wanted(cache_name))
 
     def lengths(self, name: str, x: Any, q: Any, length: int | None = None, why: str = "") -> bool:
         ok = self.tensor(name, x, 1, _INTS, q if isinstance(q, Tensor) else None)
@@ -265,6 +264,15 @@ def _copies(named: dict[str, Tensor | None], whole: tuple[str, ...] = ()) -> tup
 
 def _tight(call: str, flags: tuple[str, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(_copied(call, flag, x) if flag and x is not None else x for flag, x in zip(flags, tensors))
+
+
+def _tokens_first(call: str, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches whose heads come first as kernels read them."""
+    try:
+        return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    except RuntimeError:  # torch makes no view of what was freed
+        freed.refuse(call, k_cache=k_cache, v_cache=v_cache)
+        raise
 
 
 def _copied(call: str, name: str, x: Tensor) -> Tensor:
@@ -458,11 +466,7 @@ def paged(q, k_cache, v_cache, block_table, kv_lens, cu_seqlens_q, max_seqlen_q,
 
         def extra(*tensors):
             tensors = _tight(f.call, flags, *tensors)
-            try:
-                return (tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2), *tensors[3:]) if hnd else tensors
-            except RuntimeError:
-                freed.refuse(f.call, k_cache=tensors[1], v_cache=tensors[2])
-                raise
+            return (tensors[0], *_tokens_first(f.call, tensors[1], tensors[2]), *tensors[3:]) if hnd else tensors
 
     problem = _problem("paged", q, k_cache, (hq, hkv), (d, dv), n, page_size=page, q_len=q_len_class(max_q, None),
                        sinks=sinks is not None, alibi=alibi_slopes is not None, rotary=rotary_cos is not None,
@@ -561,11 +565,7 @@ def cache_append(k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_sca
 
         def extra(*tensors):
             k, v, k_cache, v_cache, slots = _tight(f.call, flags, *tensors)
-            try:
-                return (k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots) if hnd else (k, v, k_cache, v_cache, slots)
-            except RuntimeError:
-                freed.refuse(f.call, k_cache=k_cache, v_cache=v_cache)
-                raise
+            return (k, v, *_tokens_first(f.call, k_cache, v_cache), slots) if hnd else (k, v, k_cache, v_cache, slots)
 
     n = Normal(check=config.flag("PORTATTN_CHECK"), notes=notes)
     problem = _problem("cache_append", k, k_cache, (hkv, hkv), (k.shape[-1], v.shape[-1]), n, page_size=page,
@@ -663,9 +663,7 @@ def values(call: Call) -> None:
     """
     if capturing(call.q.device):
         return
-    name, tensors = freed.named(call)
-    freed.refuse(name, **tensors)
-    f = Faults(name)
+    f = Faults(freed.refuse_of(call))
     q_lens = _prefix_sums(f, "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], "max_seqlen_q", call.max_seqlen_q)
     if call.block_table is None:
         k_lens = _prefix_sums(f, "cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0], "max_seqlen_k", call.max_seqlen_k)

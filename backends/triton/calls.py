@@ -491,8 +491,7 @@ class Attention:
             self.append(call, stream)
         pointers = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr()]
         if 0 in pointers:
-            name, tensors = freed.named(call)
-            freed.refuse(name, **tensors)  # or one of them has no elements
+            freed.refuse_of(call)  # or one of them has no elements
         if call.within is not None:
             pointers[:3] = [pointer + place for pointer, place in zip(pointers, call.within)]
         variant = self._variant(*pointers)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from portattn import dialect, manifest, native, verdicts
-from portattn.errors import ArgumentError
 from portattn.instances import Shape, limits_of
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
 from portattn.registry import DIRECT, Bound
 from portattn.validate import Normal
+from tests import refusals
 
 from .fakes import log, params
 
@@ -123,17 +123,7 @@ def test_new_tokens_are_appended_first(device):
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_new_tokens_over_a_cache_are_refused_before_anything_is_launched(device, name):
-    new, call = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16), paged()
-    run = native.Attention(device, call._replace(k_new=new, v_new=new), problem(append=True))
-    for _ in range(2):
-        run(call._replace(k_new=new, v_new=new))
-    device.library.fake_reset()
-    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted memory of its own"):
-        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": call.k[1, 2:5, None]}))
-    gone = new.clone()
-    gone.untyped_storage().resize_(0)
-    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted a storage"):
-        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": gone}))
+    refusals.refuses_tokens_over_a_cache(lambda call: native.Attention(device, call, problem(append=True)), paged(), name, device.library.fake_reset)
     assert not [x for x in log(device.library) if x.startswith("launch")]
 
 
@@ -445,11 +435,8 @@ def test_a_known_call_on_what_was_freed_is_refused_before_it_is_launched(hopper,
     call = make()
     run = native.Attention(hopper, call, problem())
     run(call)
-    before, gone = len(launches(hopper)), getattr(call, name).clone()
-    gone.untyped_storage().resize_(0)
-    assert directly(run, call, **{name: gone}) is None
-    with pytest.raises(ArgumentError, match=f"attention_paged: {name}(_cache)?: wanted a storage"):
-        run(call._replace(**{name: gone}))
+    before = len(launches(hopper))
+    refusals.refuses_what_was_freed(run, directly, call, name)
     assert len(launches(hopper)) == before
 
 

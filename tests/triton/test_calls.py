@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from portattn.backends.triton import calls  # noqa: E402
 
 from portattn.backends import triton as adapter  # noqa: E402
-from portattn.errors import ArgumentError  # noqa: E402
 from portattn.problem import Call  # noqa: E402
 from portattn.registry import DIRECT  # noqa: E402
+from tests import refusals  # noqa: E402
 
 
 @pytest.fixture
@@ -92,17 +92,7 @@ def test_appends_and_turned_queries_are_calls(launches):
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_new_tokens_over_a_cache_are_refused_before_anything_is_launched(launches, name):
-    new, call = torch.zeros(3, 1, 2, 64, dtype=torch.bfloat16), paged()
-    run = calls.Attention(call._replace(k_new=new, v_new=new))
-    for _ in range(2):
-        run(call._replace(k_new=new, v_new=new))
-    launches.clear()
-    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted memory of its own"):
-        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": call.k[1, 2:5, None]}))
-    gone = new.clone()
-    gone.untyped_storage().resize_(0)
-    with pytest.raises(ArgumentError, match=f"attention_paged: {name}: wanted a storage"):
-        run(call._replace(**{"k_new": new, "v_new": new, f"{name}_new": gone}))
+    refusals.refuses_tokens_over_a_cache(calls.Attention, paged(), name, launches.clear)
     assert not launches
 
 
@@ -111,9 +101,5 @@ def test_a_known_call_on_what_was_freed_is_refused_before_it_is_launched(launche
     call = paged()
     run = calls.Attention(call)
     run(call)
-    gone = getattr(call, name).clone()
-    gone.untyped_storage().resize_(0)
-    assert directly(run, call, **{name: gone}) is None
-    with pytest.raises(ArgumentError, match=f"attention_paged: {name}(_cache)?: wanted a storage"):
-        run(call._replace(**{name: gone}))
+    refusals.refuses_what_was_freed(run, directly, call, name)
     assert len(launches) == 1

@@ -183,9 +183,10 @@ def strays() -> None:
 
 def elsewhere() -> None:
     """Calls inside torch.device("meta"), and in a child that was forked while another thread interpreted."""
+    from portattn.backends.triton import launch
+
     import portattn
     from portattn import reference
-    from portattn.backends.triton import launch
 
     q, table, lens = torch.randn(2, 3, 2, 16), torch.tensor([[1], [0]]), torch.tensor([3, 2])
     expected = reference.attention(q, q, q)[0], reference.attention_paged(q, q, q, table, lens)[0]
