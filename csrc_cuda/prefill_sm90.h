@@ -22,7 +22,8 @@
 //            asynchronous copies of 16 bytes, or elements. q comes in boxes of 16 packed rows where a map describes it, and rows
 //            go to out that way, if all 16 are the sequence's. 8-bit keys and values come in pieces, which each thread widens itself.
 //            Where maps describe all of q, keys and values (kBoxed), everything comes in boxes: a warp then overwrites values that are
-//            not the tile's keys' with zeros. Each copying warp has a part of its own, and few registers.
+//            not the tile's keys' with zeros. Each copying warp has a part of its own, and few registers. Blocks of 8 bits come in boxes as
+//            they are; a warpgroup of its own makes stages of them, with zeros for what is not the tile's keys.
 // Source     FlashAttention-3's overlap; the queue is prefill.h's.
 #pragma once
 
@@ -44,7 +45,11 @@ struct TileMaps {
 // kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
 template <class T, class C, int kD, int kConsumers, int kN, bool kBoxed = false, int kTogether = (32 << 20) / (4 * kD)>
 struct PrefillSm90 {
-  static constexpr int kThreads = sm90::kGroup * (kConsumers + 1);
+  // Keys and values of 8 bits lie as they came until the threads that copied them, or others, make stages of them, two blocks in turn.
+  static constexpr bool kWiden = sizeof(C) == 1;
+  // Threads that widen what came in boxes: a warpgroup, or two warps of the copying one where products want more registers than 512 threads leave.
+  static constexpr int kWideners = !kWiden || !kBoxed ? 0 : kD > 192 ? 64 : sm90::kGroup, kWarpgroups = kConsumers + (kWideners == sm90::kGroup ? 2 : 1);
+  static constexpr int kThreads = sm90::kGroup * kWarpgroups;
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kGroups = kN / 16;        // of keys: a group lies in one page where pages are uniform
   static constexpr int kPieces = kD / 8;         // 16-byte chunks of a row of q
@@ -53,10 +58,8 @@ struct PrefillSm90 {
   static constexpr int kBoxRows = 16;  // of q and out
   static_assert(kRows / kBoxRows * kPanels <= 32 && kGroups * kPanels <= 64, "a lane has one box of q; two warps share those of a block");
   static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
-  // Keys and values of 8 bits lie as they came until the threads that copied them make stages of them, two blocks in turn.
-  static constexpr bool kWiden = sizeof(C) == 1;
-  static constexpr int kRawBytes = kWiden ? kN * kD : 0;  // of a block
-  static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = (226 << 10) - 2 * kRawBytes;
+  static constexpr int kRawBytes = kWiden ? kN * kD : 0, kRawStages = 2;  // of a block
+  static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = (226 << 10) - kRawStages * kRawBytes;
   // q of the next tile is copied early where there is room for it. Rows go to out through a place of their own, all panels or one half after
   // the other, where there is room for that, else through that of their q. Keys, which are wanted before values, are copied a block earlier.
   static constexpr int kQStages = 2 * kQBytes + 4 * kStageBytes <= kRoom ? 2 : 1;
@@ -67,8 +70,9 @@ struct PrefillSm90 {
   static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 or 128 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
   static constexpr int kTakeRegisters = kConsumers == 3 ? 160 : kBoxed ? (kD > 192 ? 224 : 216) : kD > 192 ? 216 : kD > 64 ? 208 : 200;
-  static constexpr int kGiveRegisters = (kConsumers == 3 ? 128 : 168) * (kConsumers + 1) - kTakeRegisters * kConsumers;
-  static_assert(kConsumers == 2 || (kConsumers == 3 && kBoxed && kD <= 128), "registers are dealt out for these");
+  static constexpr int kWidenRegisters = kWideners == sm90::kGroup ? 48 : 0;  // of a warpgroup of their own
+  static constexpr int kGiveRegisters = (kWarpgroups == 4 ? 128 : 168) * kWarpgroups - kTakeRegisters * kConsumers - kWidenRegisters;
+  static_assert(kConsumers == 2 || (kConsumers == 3 && kBoxed && !kWiden && kD <= 128), "registers are dealt out for these");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
 
   struct Tile {
@@ -84,8 +88,21 @@ struct PrefillSm90 {
   };
   enum {
     kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kKStages, kFullV = kEmptyK + kKStages, kEmptyV = kFullV + kVStages,
-    kLanded = kEmptyV + kVStages, kFound = kLanded + kVStages, kPassed = kFound + 4, kBarriers = kPassed + 4  // these for boxes alone
+    kLanded = kEmptyV + kVStages, kFound = kLanded + kVStages, kPassed = kFound + 4,  // from here on, for boxes alone
+    kFullRaw = kPassed + 4, kEmptyRaw = kFullRaw + (kWideners ? kRawStages : 0), kBarriers = kEmptyRaw + (kWideners ? kRawStages : 0)
   };
+  // At a barrier, for a phase to be over.
+  static PA_DEVICE int arrivals(int barrier) {
+    const bool of_keys = barrier >= kFullK && barrier < kEmptyK, of_values = barrier >= kFullV && barrier < kEmptyV;
+    if (barrier >= kEmptyRaw) return kWideners;
+    if (barrier >= kFullRaw) return 1;
+    if (barrier >= kPassed) return kWideners ? 1 + kWideners / 32 : 3;  // warps
+    if (barrier >= kFound) return 32;
+    if (barrier >= kLanded) return 1;
+    if (of_keys) return kWideners ? kWideners : kBoxed ? 1 : sm90::kGroup;
+    if (of_values) return kWideners ? kWideners : kBoxed ? 32 : sm90::kGroup;
+    return barrier < kEmptyQ ? (kBoxed ? 32 : sm90::kGroup) : 4 * kConsumers;
+  }
   enum { kCopiers = 1, kTurns, kWriters = kTurns + kConsumers };  // named barriers
 
   struct Control {
@@ -95,7 +112,7 @@ struct PrefillSm90 {
     int sums[4];
     int prefix[sm90::kGroup + 1];
   };
-  static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes + 2 * kRawBytes;
+  static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes + kRawStages * kRawBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
 
   const AttentionParams& p;
@@ -502,15 +519,17 @@ struct PrefillSm90 {
     if (thread_x() == 0 && atomic_add_ordered(p.counters + 2, 1) == blocks - 1) p.counters[0] = p.counters[2] = 0;
   }
 
-  // ---- copying in boxes alone: warps 0 and 1 copy keys, 2 and 3 values, each every other box; 3 finds tiles and copies q
+  // ---- copying in boxes alone: warps 0 and 1 copy keys, 2 and 3 values, each every other box; 3 finds tiles and copies q. Of 8 bits, warp 0 copies
+  // keys and values.
 
-  // This lane's box of a block, if there is one: of so many keys, one a panel.
-  static PA_DEVICE int box() { return 2 * warp::lane() + thread_x() / 32 % 2; }
+  // This lane's box of a block, if there is one: of so many keys, one a panel; of 8 bits, with all columns.
+  static constexpr int kBoxPanels = kWiden ? 1 : kPanels, kBoxRowBytes = kWiden ? kD : 128;
+  static PA_DEVICE int box() { return kWiden ? warp::lane() : 2 * warp::lane() + thread_x() / 32 % 2; }
   // Where it is. Of no key of the tile there may be no page: such a box lies outside of the cache, and is zeros.
   PA_DEVICE Where find_box(const Tile& t, int block) const {
-    const int key = block * kN + box() / kPanels * maps.rows;
+    const int key = block * kN + box() / kBoxPanels * maps.rows;
     if (!(p.flags & kPaged)) return {p.cu_k ? 0 : t.b, static_cast<int>(t.s.start_k) + key};
-    if (box() >= maps.boxes * kPanels || key + maps.rows <= t.lo || key >= t.s.len_k) return {-1, 0};
+    if (box() >= maps.boxes * kBoxPanels || key + maps.rows <= t.lo || key >= t.s.len_k) return {-1, 0};
     return {static_cast<int>(page_of(p, t.b, key)), static_cast<int>(row_of_key(p, t.s, key))};
   }
   // Waits until a stage is free and begins this warp's boxes of a block; `full`: of the barrier that is told.
@@ -518,12 +537,12 @@ struct PrefillSm90 {
     acquire(empty, parity);
     warp::wave_sync();  // no lane waits for a phase that is over when another's copies have been used
     if (thread_x() % 64 == 0) {
-      sm90::expect(barrier(full), kStageBytes);
+      sm90::expect(barrier(full), kWiden ? kRawBytes : kStageBytes);
       if (arrivals > 1) sm90::arrive(barrier(full), arrivals - 1);
     }
-    const int panel = box() % kPanels;
-    if (box() < maps.boxes * kPanels)
-      sm90::copy_box(stage + panel * kPanelBytes + box() / kPanels * maps.rows * 128, map, panel * sm90::kPanel, t.head_kv, where.row, where.page,
+    const int panel = box() % kBoxPanels;
+    if (box() < maps.boxes * kBoxPanels)
+      sm90::copy_box(stage + panel * kPanelBytes + box() / kBoxPanels * maps.rows * kBoxRowBytes, map, panel * sm90::kPanel, t.head_kv, where.row, where.page,
                      barrier(full));
   }
   // Tile number `nth` of this block, when it has been found; and that this warp is through with it.
@@ -606,6 +625,95 @@ struct PrefillSm90 {
     }
   }
 
+  // Keys and values of 8 bits as they are, in the order in which they are wanted: keys run one block ahead.
+  PA_DEVICE void copying_raw() const {
+    Ring<kRawStages> ring;
+    for (int nth = 0;; ++nth) {
+      const Tile& t = found(nth);
+      if (t.b < 0) return;
+      const auto copy = [&](const sm90::TensorMap& map, const Where& where) {
+        copy_boxes(raw_tile + ring.stage * kRawBytes, kEmptyRaw + ring.stage, ring.parity, kFullRaw + ring.stage, 1, map, t, where);
+        ring.next();
+      };
+      Where now = {0, 0}, next = find_box(t, t.last - 1);
+#pragma unroll 1
+      for (int block = t.last - 1; block >= t.first - 1; --block) {
+        if (block >= t.first) copy(maps.k, next);
+        if (block + 1 < t.last) copy(maps.v, now);
+        now = next;
+        next = find_box(t, max_of(t.first, block - 1));
+      }
+      passed(nth);
+    }
+  }
+
+  // What copying_raw brought, to stages, in the same order.
+  PA_DEVICE void widening() const {
+    Ring<kRawStages> raw;
+    Ring<kKStages> ks;
+    Ring<kVStages> vs;
+    for (int nth = 0;; ++nth) {
+      const Tile& t = found(nth);
+      if (t.b < 0) return;
+#pragma unroll 1
+      for (int block = t.last - 1; block >= t.first - 1; --block) {
+        if (block >= t.first) {
+          widen_block(raw, t, block, k_tile + ks.stage * kStageBytes, kEmptyK + ks.stage, ks.parity, kFullK + ks.stage);
+          ks.next();
+        }
+        if (block + 1 < t.last) {
+          widen_block(raw, t, block + 1, v_tile + vs.stage * kStageBytes, kEmptyV + vs.stage, vs.parity, kFullV + vs.stage);
+          vs.next();
+        }
+      }
+      passed(nth);
+    }
+  }
+  // A block, eight elements at a time, to the stage at `to`: lanes beside each other read and write without conflicts.
+  PA_DEVICE void widen_block(Ring<kRawStages>& raw, const Tile& t, int block, u8* to, int empty, u32 parity, int full) const {
+    constexpr int kRowChunks = kD / 8, kAtOnce = kRowChunks % 5 == 0 ? 5 : kRowChunks % 3 == 0 ? 3 : 4, kRowsAtOnce = kAtOnce * kWideners / kRowChunks;
+    static_assert(kAtOnce * kWideners % kRowChunks == 0 && kRowsAtOnce % 8 == 0 && kN % kRowsAtOnce == 0, "a thread's places repeat");
+    const int thread = kWidenRegisters ? thread_x() % sm90::kGroup : thread_x() - 32;
+    const auto row_of = [&](int i) { return (i * kWideners + thread) / kRowChunks; };
+    int places[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int c = (i * kWideners + thread) % kRowChunks;
+      places[i] = c / 8 * kPanelBytes + sm90::place(row_of(i), c & 7);
+    }
+    sm90::wait(barrier(kFullRaw + raw.stage), raw.parity);
+    acquire(empty, parity);
+    const u8* from = raw_tile + raw.stage * kRawBytes + thread * 8;
+#pragma unroll 2
+    for (int first = 0; first < kN; first += kRowsAtOnce) {
+      Bytes8 x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) x[i] = *reinterpret_cast<const Bytes8*>(from + first * kD + i * kWideners * 8);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        Bytes16 y;
+        widen4(x[i].x[0], y.x[0], y.x[1]);
+        widen4(x[i].x[1], y.x[2], y.x[3]);
+        *reinterpret_cast<Bytes16*>(to + first * 128 + places[i]) = y;
+      }
+    }
+    sm90::arrive(barrier(kEmptyRaw + raw.stage));
+    raw.next();
+    if (block < t.boxed_first || block >= t.boxed) {
+      const int begin = t.lo - block * kN, end = t.s.len_k - block * kN;
+#pragma unroll 1
+      for (int first = 0; first < kN; first += kRowsAtOnce) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int row = first + row_of(i);
+          if (row < begin || row >= end) *reinterpret_cast<Bytes16*>(to + first * 128 + places[i]) = {{0, 0, 0, 0}};
+        }
+      }
+    }
+    sm90::engines_see_writes();
+    sm90::arrive(barrier(full));
+  }
+
   // Finds the queue's tile `taken`, as this block's `nth`, and says so; every lane, one of which wrote it down.
   PA_DEVICE void find_next(int nth, int taken, int tiles) const {
     sm90::wait(barrier(kPassed + (nth & 3)), (nth >> 2 & 1) ^ 1);  // the tile before in its place is nobody's any more
@@ -639,6 +747,12 @@ struct PrefillSm90 {
       const Tile& t = control.tiles[nth & 3];
       int upcoming = 0;
       if (warp::lane() == 0) upcoming = atomic_add(p.counters, 1);
+      if (kWiden) {
+        taken = blocks + warp::shfl_idx<32>(upcoming, 0);
+        find_next(nth + 1, taken, tiles);
+        box_q(qs, nth + 1);
+        continue;
+      }
       const int n = t.last - t.first;
       // The next tile is found after the first block of values, and its q begins after the second, if there is room for it, else after the last.
       const int found_at = min_of(1, n), begun_at = kQStages == 2 ? min_of(2, n) : n;
@@ -661,9 +775,15 @@ struct PrefillSm90 {
 
   PA_DEVICE void copying_boxes(int block, int blocks) const {
     const int w = warp::shfl_idx<32>(thread_x() / 32, 0), tiles = count();
-    if (w < 2) copying_keys();
-    else if (w == 2) copying_values();
-    else finding(block, blocks, tiles);
+    if (w == 3) return finding(block, blocks, tiles);
+    if constexpr (!kWiden) {
+      if (w < 2) copying_keys();
+      else copying_values();
+    } else if (w == 0) {
+      copying_raw();
+    } else if (!kWidenRegisters) {
+      widening();
+    }
   }
 
   // ---- computing
@@ -1093,11 +1213,7 @@ struct PrefillSm90 {
 
   PA_DEVICE void run(int block, int blocks) const {
     if (thread_x() == 0) {
-      for (int i = 0; i < kBarriers; ++i) {
-        const bool of_keys = i >= kFullK && i < kEmptyK, full = i < kEmptyQ || of_keys || (i >= kFullV && i < kEmptyV);
-        const bool told_once = kBoxed && (of_keys || (i >= kLanded && i < kFound));
-        sm90::init(barrier(i), told_once ? 1 : i >= kPassed ? 3 : full || i >= kFound ? (kBoxed ? 32 : sm90::kGroup) : 4 * kConsumers);
-      }
+      for (int i = 0; i < kBarriers; ++i) sm90::init(barrier(i), arrivals(i));
       sm90::init_done();
       if (p.flags & kMapped) {
         sm90::prefetch(maps.k);
@@ -1109,9 +1225,12 @@ struct PrefillSm90 {
       sm90::give_registers<kGiveRegisters>();
       if constexpr (!kBoxed) copying(block, blocks);
       else copying_boxes(block, blocks);
-    } else {
+    } else if (thread_x() < sm90::kGroup * (kConsumers + 1)) {
       sm90::take_registers<kTakeRegisters>();
       computing();
+    } else if constexpr (kWidenRegisters > 0) {
+      sm90::give_registers<kWidenRegisters>();
+      widening();
     }
   }
 };

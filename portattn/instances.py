@@ -242,7 +242,7 @@ SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 
 SM90_LARGE_TILES = {64: (3, 128), 80: (3, 112), 96: (3, 96), 128: (3, 80)}
 
 
-def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
+def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int, boxed: bool) -> int:
     """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, out, if there is more, two or three stages of k and two of v, in
     panels of 64 columns; two blocks of 8 bits; its Control."""
     raw = 2 * n * dim if kv_bytes == 1 else 0
@@ -250,7 +250,8 @@ def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int) -> int:
     q, stage = panels * 128 * 64 * consumers, panels * 128 * n
     rows = next(h for h in (6, 4, 3, 2) if (h != 3 or panels % 2 == 0) and h * q // 2 + 4 * stage <= room) * q // 2  # h halves of q's place
     k_stages = 3 if rows + 5 * stage <= room else 2
-    return rows + (2 + k_stages) * stage + raw + 1064 + 16 * (k_stages - 2)
+    barriers = 2 * (k_stages - 2) + (4 if kv_bytes == 1 and boxed else 0)  # besides those of every instance
+    return rows + (2 + k_stages) * stage + raw + 1064 + 8 * barriers
 
 
 def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, boxed: bool = False, large: bool = False) -> Shape:
@@ -259,8 +260,9 @@ def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, boxed: bool = False,
     consumers, n = (SM90_LARGE_TILES if large else SM90_TILES)[dim]
     options = (("PA_T", TYPES[dtype]), ("PA_C", TYPES[kv_dtype]), ("PA_D", str(dim)), ("PA_CONSUMERS", str(consumers)), ("PA_N", str(n)),
                ("PA_BOXED", str(int(boxed))))
-    shared = prefill_sm90_shared(1 if kv_dtype.startswith("float8") else 2, dim, consumers, n)
-    return Shape(Instance("prefill_sm90", options), 128 * (consumers + 1), shared, 0, 1, 64 * consumers, n, boxed)
+    kv_bytes = 1 if kv_dtype.startswith("float8") else 2
+    warpgroups = consumers + (2 if kv_bytes == 1 and boxed and dim <= 192 else 1)
+    return Shape(Instance("prefill_sm90", options), 128 * warpgroups, prefill_sm90_shared(kv_bytes, dim, consumers, n, boxed), 0, 1, 64 * consumers, n, boxed)
 
 
 def target(arch: str, instance: Instance) -> str:
@@ -305,9 +307,8 @@ def every_instance(limits: Limits) -> list[Instance]:
                     found += [plain_shape(dtype, kv, dim, limits, ragged).instance for ragged in (False, True)]
                     found += [free_shape(dtype, kv, dim, limits, many, ragged).instance for many in (False, True) for ragged in (False, True)]
         if limits.wgmma:
-            found += [prefill_sm90_shape(dtype, kv, dim).instance for kv in (dtype, *SM90_CACHES) for dim in HEAD_DIMS]
-            found += [prefill_sm90_shape(dtype, dtype, dim, True, large).instance for large in (False, True)
-                      for dim in (SM90_LARGE_TILES if large else HEAD_DIMS)]
+            found += [prefill_sm90_shape(dtype, kv, dim, boxed).instance for kv in (dtype, *SM90_CACHES) for boxed in (False, True) for dim in HEAD_DIMS]
+            found += [prefill_sm90_shape(dtype, dtype, dim, True, large=True).instance for dim in SM90_LARGE_TILES]
     for dtype in ("float32", "float16", "bfloat16"):
         found += [small_instance("append", dtype, kv) for kv in (dtype, *eight)] + [small_instance("merge", dtype)]
     return [*found, Instance("selftest", ())]

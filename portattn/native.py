@@ -53,7 +53,7 @@ from .instances import (
 )
 from .problem import Call, Problem
 from .registry import DIRECT
-from .tensor_map import ALIGNMENT, BYTES, SWIZZLE_128, TensorMap
+from .tensor_map import ALIGNMENT, BYTES, SWIZZLE_128, SWIZZLE_NONE, TensorMap
 
 # ------------------------------------------------------------------ structs
 # (name, struct code) in the order of params.h: Q pointer, q int64, i int32, f float, I uint32.
@@ -216,8 +216,8 @@ LARGE_TILES_PACE = {64: 0.87, 80: 0.86, 96: 0.92, 128: 0.96}
 def in_boxes(call: Call, flags: int) -> bool:
     """Whether tensor maps can bring all of q, keys and values (`tile_maps`); the driver has the last word."""
     group = call.q.shape[-2] // call.k.shape[-2]
-    return (flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and call.k.dtype is call.q.dtype and BOX_ROWS % group == 0
-            and call.rotary_cos is None and _aligned(call.q, 16))
+    return (flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and (call.k.dtype is call.q.dtype or str(call.k.dtype)[6:] in SM90_CACHES)
+            and BOX_ROWS % group == 0 and call.rotary_cos is None and _aligned(call.q, 16))
 
 
 def large_tiles_pay(call: Call, dim: int, limits: Limits) -> bool:
@@ -238,7 +238,7 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits, boxe
     few = rows <= DECODE_ROWS
     same = problem.kv_dtype == problem.dtype
     if limits.wgmma and (not few and (same or problem.kv_dtype in SM90_CACHES) or same and few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
-        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, boxed, boxed and large_tiles_pay(call, dim, limits))
+        return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, boxed, boxed and same and large_tiles_pay(call, dim, limits))
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
 
@@ -414,10 +414,11 @@ class Mapping(NamedTuple):
     flag: int
     tensor: Mapped
     box: tuple[int, ...]
+    swizzle: int = SWIZZLE_128
 
 
 class TileMaps:
-    """The second argument of prefill_sm90.h: k, v, q and out for the copy engine, as boxes of 64 columns.
+    """The second argument of prefill_sm90.h: k, v, q and out for the copy engine, as boxes of 64 columns; k and v of 8 bits, of all.
 
     Args:
         encode: the driver's cuTensorMapEncodeTiled. mappings: of what is mapped. keys: that the kernel takes at a time. rows: of a box of keys.
@@ -427,7 +428,7 @@ class TileMaps:
         self._room = ctypes.create_string_buffer(4 * BYTES + 2 * ALIGNMENT)
         self.address = -(-ctypes.addressof(self._room) // ALIGNMENT) * ALIGNMENT
         struct.pack_into("<2i", self._room, self.address - ctypes.addressof(self._room) + 4 * BYTES, rows, keys // rows)
-        self.maps = [(m.pointer, m.flag, TensorMap(encode, *m.tensor, m.box, SWIZZLE_128, self.address + m.place * BYTES)) for m in mappings]
+        self.maps = [(m.pointer, m.flag, TensorMap(encode, *m.tensor, m.box, m.swizzle, self.address + m.place * BYTES)) for m in mappings]
 
     def move(self, addresses: Sequence[int], off: int = 0) -> None:
         """Has the maps describe the tensors at these pointers of a launch, but for those whose flags are in `off`."""
@@ -436,12 +437,16 @@ class TileMaps:
                 tensor_map.move(addresses[pointer])
 
 
-def tile_maps(encode: Any, call: Call, out: Mapped, keys: int, flags: int) -> tuple[Callable[[], TileMaps], int]:
-    """(what makes TileMaps for such calls, the flags of what is mapped): what is aligned and has strides that the driver accepts."""
+def tile_maps(encode: Any, call: Call, out: Mapped, shape: Shape, dim: int, flags: int) -> tuple[Callable[[], TileMaps], int]:
+    """(what makes TileMaps for such calls, the flags of what is mapped): what is aligned and has strides that the driver accepts; keys of 8 bits
+    where the kernel takes nothing but boxes."""
+    keys = shape.keys
     group, wanted = call.q.shape[-2] // call.k.shape[-2], []
     rows = math.gcd(call.k.shape[1], keys) if call.block_table is not None else keys
-    if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and call.k.dtype is call.q.dtype:
-        wanted.append([Mapping(place, place + 1, MAPPED, mapped(x), (1, rows, 1, 64)) for place, x in enumerate((call.k, call.v))])
+    same = call.k.dtype is call.q.dtype
+    if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and (same or shape.boxed):
+        columns, swizzle = (64, SWIZZLE_128) if same else (dim, SWIZZLE_NONE)
+        wanted.append([Mapping(place, place + 1, MAPPED, mapped(x), (1, rows, 1, columns), swizzle) for place, x in enumerate((call.k, call.v))])
     if BOX_ROWS % group == 0:
         box = (1, BOX_ROWS // group, group, 64)
         if call.rotary_cos is None:
@@ -735,7 +740,7 @@ class Attention(_Bound):
         problem, limits, maps = self.problem, self.device.limits, None
         shape = attention_shape(call, problem, dim, limits, boxed)
         if shape.keys:
-            maps, self.mapped = tile_maps(self.device.driver.encode_map, call, self.out_form, shape.keys, self.values["flags"])
+            maps, self.mapped = tile_maps(self.device.driver.encode_map, call, self.out_form, shape, dim, self.values["flags"])
             if shape.boxed and self.mapped & (MAPPED | MAPPED_Q) != MAPPED | MAPPED_Q:  # the driver maps no such tensors
                 return self._bind_general(call, dim, plain, False)
         self.boxed = shape.boxed

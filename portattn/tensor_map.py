@@ -10,8 +10,8 @@ import torch
 from .errors import KernelError
 
 BYTES, ALIGNMENT = 128, 64  # of a CUtensorMap
-SWIZZLE_128 = 3
-KINDS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+SWIZZLE_NONE, SWIZZLE_128 = 0, 3
+KINDS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; 8 bits as bytes
 
 
 class TensorMap:
@@ -47,4 +47,4 @@ class TensorMap:
         self.pointer = pointer
 
 
-__all__ = ["ALIGNMENT", "BYTES", "KINDS", "SWIZZLE_128", "TensorMap"]
+__all__ = ["ALIGNMENT", "BYTES", "KINDS", "SWIZZLE_128", "SWIZZLE_NONE", "TensorMap"]

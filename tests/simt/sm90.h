@@ -123,17 +123,20 @@ struct alignas(64) TensorMap {
   const u8* base;
   u64 shape[4], strides[4];  // the innermost axis first; strides in bytes
   u32 box[4];
-  u8 rest[24];
+  u32 bytes;  // of an element; 16 bits are swizzled
+  u8 rest[20];
 };
 static_assert(sizeof(TensorMap) == 128, "as cuda.h's");
 inline void prefetch(const TensorMap&) {}
 
-// The CUDA driver's cuTensorMapEncodeTiled, of maps with four axes of 16-bit elements: says 1 (invalid value) as its documentation has it.
+// The CUDA driver's cuTensorMapEncodeTiled, of maps with four axes of 16-bit elements, swizzled, or of bytes: says 1 (invalid value) as its documentation has it.
 inline int encode(TensorMap* map, int type, u32 rank, const void* base, const u64* shape, const u64* strides, const u32* box, const u32* steps,
                   int interleave, int swizzle, int promotion, int fill) {
   const auto at = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
-  if (at(map) % 64 || at(base) % 16 || rank != 4 || (type != 6 && type != 9) || interleave || swizzle != 3 || promotion > 3 || fill) return 1;
-  *map = {static_cast<const u8*>(base), {}, {2}, {}, {}};
+  if (at(map) % 64 || at(base) % 16 || rank != 4 || (type && type != 6 && type != 9) || interleave || swizzle != (type ? 3 : 0) || promotion > 3 || fill)
+    return 1;
+  const u32 bytes = type ? 2 : 1;
+  *map = {static_cast<const u8*>(base), {}, {bytes}, {}, bytes, {}};
   for (int i = 0; i < 4; ++i) {
     if (!shape[i] || shape[i] > 1ull << 32 || !box[i] || box[i] > 256 || steps[i] != 1) return 1;
     if (i < 3 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return 1;
@@ -141,10 +144,10 @@ inline int encode(TensorMap* map, int type, u32 rank, const void* base, const u6
     map->box[i] = box[i];
     if (i < 3) map->strides[i + 1] = strides[i];
   }
-  return box[0] * 2 > 128;  // a box's rows are the swizzle's at most
+  return type ? box[0] * 2 > 128 : box[0] % 16 != 0;  // a box's rows are the swizzle's at most; else multiples of 16 bytes
 }
 
-// Calls with each element of a box: where it lies in a swizzled panel, and where in the tensor, or null outside.
+// Calls with each element of a box: where it lies in shared memory, and where in the tensor, or null outside.
 template <class F>
 inline void each_of_box(const TensorMap& map, const i64 (&at)[4], u8* panel, F element) {
   for (u32 r = 0; r < map.box[1] * map.box[2] * map.box[3]; ++r)
@@ -156,21 +159,21 @@ inline void each_of_box(const TensorMap& map, const i64 (&at)[4], u8* panel, F e
         inside &= place[i] >= 0 && place[i] < static_cast<i64>(map.shape[i]);
         offset += place[i] * static_cast<i64>(map.strides[i]);
       }
-      element(panel + sm90::place(r, c / 8) + c % 8 * 2, inside ? const_cast<u8*>(map.base) + offset : nullptr);
+      element(panel + (map.bytes == 2 ? sm90::place(r, c / 8) + c % 8 * 2 : r * map.box[0] + c), inside ? const_cast<u8*>(map.base) + offset : nullptr);
     }
 }
-inline void check_box(const void* shared, simt::Place here) {
-  if ((static_cast<const u8*>(shared) - shared_tiles()) % 1024) simt::fail("a box that does not begin where the swizzle does, at " + simt::text(here));
+inline void check_box(const TensorMap& map, const void* shared, simt::Place here) {
+  if ((static_cast<const u8*>(shared) - shared_tiles()) % (map.bytes == 2 ? 1024 : 128)) simt::fail("a box that does not begin where the swizzle does, at " + simt::text(here));
 }
 
 inline void copy_box(void* shared, const TensorMap& map, int column, int y, int z, int w, Barrier& b, SIMT_HERE) {
-  check_box(shared, here);
+  check_box(map, shared, here);
   auto land = [=, &map, &b] {
-    each_of_box(map, {column, y, z, w}, static_cast<u8*>(shared), [](u8* here, const u8* there) {
-      if (there) std::memcpy(here, there, 2);
-      else std::memset(here, 0, 2);
+    each_of_box(map, {column, y, z, w}, static_cast<u8*>(shared), [&map](u8* here, const u8* there) {
+      if (there) std::memcpy(here, there, map.bytes);
+      else std::memset(here, 0, map.bytes);
     });
-    b.bytes -= static_cast<i32>(map.box[0] * map.box[1] * map.box[2] * map.box[3] * 2);
+    b.bytes -= static_cast<i32>(map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.bytes);
     next_phase(b);
   };
   if (simt::block()->order == simt::kForward) land();
@@ -178,10 +181,10 @@ inline void copy_box(void* shared, const TensorMap& map, int column, int y, int 
 }
 // A store reads shared memory as late as it may: when it is waited for, unless lanes go forward.
 inline void store_box(const TensorMap& map, int column, int y, int z, int w, const void* shared, SIMT_HERE) {
-  check_box(shared, here);
+  check_box(map, shared, here);
   auto read = [=, &map] {
-    each_of_box(map, {column, y, z, w}, const_cast<u8*>(static_cast<const u8*>(shared)), [](const u8* here, u8* there) {
-      if (there) std::memcpy(there, here, 2);
+    each_of_box(map, {column, y, z, w}, const_cast<u8*>(static_cast<const u8*>(shared)), [&map](const u8* here, u8* there) {
+      if (there) std::memcpy(there, here, map.bytes);
     });
   };
   if (simt::block()->order == simt::kForward) read();

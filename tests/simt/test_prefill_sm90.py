@@ -25,15 +25,17 @@ def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, boxe
     `boxed`: the instance of calls that they bring, by default wherever it can serve."""
     prepared = host.prepare(call, grid=1)
     options = {name: prepared.launches[0].options[name] for name in ("t", "c", "d")}
+    dim = int(options["d"])
     packed, at = bytearray(prepared.packed), len(prepared.packed) - 8  # flags
     flags = int.from_bytes(packed[at : at + 4], "little")
     can = maps and native.in_boxes(call, flags) and call.q.data_ptr() % 16 == 0
     assert can or not boxed
-    library = host.build("prefill_sm90", consumers=consumers, n=n, boxed=int(can if boxed is None else boxed), **options, **more)
+    boxed = can if boxed is None else boxed
+    library = host.build("prefill_sm90", consumers=consumers, n=n, boxed=int(boxed), **options, **more)
     out = call.out if call.out is not None else prepared.out
-    made, mapped = native.tile_maps(library.portattn_simt_encode if maps else None, call, native.mapped(out), n, flags)
-    same = call.k.dtype is call.q.dtype
-    assert bool(mapped & native.MAPPED) == (maps and same and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
+    shape = instances.prefill_sm90_shape(str(call.q.dtype)[6:], str(call.k.dtype)[6:], dim, boxed)._replace(keys=n)
+    made, mapped = native.tile_maps(library.portattn_simt_encode if maps else None, call, native.mapped(out), shape, dim, flags)
+    assert bool(mapped & native.MAPPED) == (maps and (boxed or call.k.dtype is call.q.dtype) and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
     argument, addresses = made(), [x.data_ptr() for x in (call.q, call.k, call.v, out)]
     off = (native.MAPPED_Q if addresses[0] % 16 else 0) | (native.MAPPED_OUT if addresses[3] % 16 else 0)
     argument.move(addresses, off)
@@ -207,26 +209,28 @@ def test_heads_whose_keys_are_too_many_for_the_cache_come_in_sections():
     close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
 
 
+@pytest.mark.parametrize("boxed", [None, False])
 @pytest.mark.parametrize("cache", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype, dim, n, order, options", [
     (torch.bfloat16, 64, 64, host.REVERSE, dict()), (torch.float16, 128, 128, host.RANDOM, dict(heads=(2, 2))), (torch.bfloat16, 80, 64, host.FORWARD, dict()),
     (torch.float16, 192, 80, host.REVERSE, dict(heads=(2, 1))), (torch.bfloat16, 256, 64, host.REVERSE, dict(heads=(2, 1))),
+    (torch.float16, 96, 96, host.RANDOM, dict(heads=(2, 1), page=48)), (torch.bfloat16, 200, 64, host.FORWARD, dict(heads=(2, 1), window=(70, 0))),
     (torch.bfloat16, 64, 64, host.RANDOM, dict(window=(40, 3), causal=False)), (torch.bfloat16, 64, 64, host.REVERSE, dict(offset=1)),
     (torch.float16, 72, 64, host.FORWARD, dict(page=7)),
 ], ids=str)
-def test_caches_of_8_bits(cache, dtype, dim, n, order, options):
-    """Each block widened by the threads that copied it; scales as a number and as a tensor."""
+def test_caches_of_8_bits(cache, dtype, dim, n, order, options, boxed):
+    """Each block widened by the threads that copied it, or, of boxes, by others; scales as a number and as a tensor."""
     options = dict(heads=(4, 2)) | options
     k_scale = 0.5 if cache == "e5m2" else torch.linspace(0.25, 1.5, options["heads"][1])
     call, args, kw = paged([150, 33, 300, 0, 90], q_lens=[70, 1, 140, 0, 66], dim=dim, dtype=dtype, cache=cache, k_scale=k_scale, v_scale=2.0, **options)
-    check(call, args, kw, skip=(1, 3), n=n, order=order, blocks=1)
+    check(poisoned_left(call) if "window" in options else call, args, kw, skip=(1, 3), n=n, order=order, blocks=1, boxed=boxed)
 
 
 @pytest.mark.parametrize("kv", ["bfloat16", *instances.SM90_CACHES])
 @pytest.mark.parametrize("dim", instances.HEAD_DIMS)
 def test_the_host_knows_the_kernels_shared_memory_and_it_fits(dim, kv):
-    boxed = [(True, large) for large in (False, True) if not large or dim in instances.SM90_LARGE_TILES] if kv == "bfloat16" else []
-    for how in [(False, False), *boxed]:
+    large = [(True, True)] if kv == "bfloat16" and dim in instances.SM90_LARGE_TILES else []
+    for how in [(False, False), (True, False), *large]:
         shape = instances.prefill_sm90_shape("bfloat16", kv, dim, *how)
         assert shape.shared <= instances.limits_of("sm_90").shared_block
         if dim in (96, 192, 256) and kv != "float8_e5m2" or shape.rows > 128:
