@@ -12,7 +12,8 @@
 // Memory     q, of two tiles if there is room, out, two or three stages of k, two of v, swizzled for wgmma (sm90.h); two blocks of 8 bits.
 //            kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
-// Numerics   float32 accumulation; probabilities rounded to q's type. Key blocks stand at multiples of kN, so a row's bits
+// Numerics   float32 accumulation; probabilities rounded to q's type. Of bf16 q and 8 bits that a warpgroup widens, products are of f16, which holds
+//            8 bits exactly and costs half the instructions: rows of q are multiplied by powers of two (q_units). Key blocks stand at multiples of kN, so a row's bits
 //            do not depend on what else is in the call.
 // Cost       4 x rows x keys x kD flops.
 // Vendor     sm_90a.
@@ -36,11 +37,16 @@
 namespace portattn {
 
 // The kernel's second argument, for the copy engine: k and v by (column, head, row, page or batch), in boxes of a panel's columns
-// and as many rows of a block of keys as lie in one page; q and out likewise, in boxes of 16 packed rows.
+// and as many rows of a block of keys as lie in one page; q likewise, in boxes of a tile's whole tokens, and out in boxes of 16 packed rows.
 struct TileMaps {
   sm90::TensorMap k, v, q, out;
   i32 rows, boxes;  // of a box of keys; of a block
+  i32 tile_rows;    // of kRows: where boxes bring q, those of whole tokens
+  u32 group_inverse;  // 2^32 over the group, rounded up; nothing for a group of one
 };
+
+template <bool kFirst, class A, class B> struct Choose { using Type = A; };
+template <class A, class B> struct Choose<false, A, B> { using Type = B; };
 
 // kTogether: keys, of several heads, whose k and v are two thirds of the second cache. Tiles that run at the same time read these.
 template <class T, class C, int kD, int kConsumers, int kN, bool kBoxed = false, int kTogether = (32 << 20) / (4 * kD)>
@@ -50,16 +56,20 @@ struct PrefillSm90 {
   // Threads that widen what came in boxes: a warpgroup, or two warps of the copying one where products want more registers than 512 threads leave.
   static constexpr int kWideners = !kWiden || !kBoxed ? 0 : kD > 192 ? 64 : sm90::kGroup, kWarpgroups = kConsumers + (kWideners == sm90::kGroup ? 2 : 1);
   static constexpr int kThreads = sm90::kGroup * kWarpgroups;
+  // What is multiplied: T, or f16 where two copying warps are free to make it of q, which is bf16.
+  static constexpr bool kConvert = kIsBf16<T> && kWideners == sm90::kGroup;
+  static constexpr int kConverters = 64;
+  using Factor = typename Choose<kConvert, f16, T>::Type;
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kGroups = kN / 16;        // of keys: a group lies in one page where pages are uniform
   static constexpr int kPieces = kD / 8;         // 16-byte chunks of a row of q
   static constexpr int kPanels = ceil_div(kD, sm90::kPanel);
   static constexpr int kPanelBytes = kN * 128, kStageBytes = kPanels * kPanelBytes;
-  static constexpr int kBoxRows = 16;  // of q and out
-  static_assert(kRows / kBoxRows * kPanels <= 32 && kGroups * kPanels <= 64, "a lane has one box of q; two warps share those of a block");
-  static constexpr int kRowPanelBytes = 64 * 128, kGroupBytes = kPanels * kRowPanelBytes;  // q of one warpgroup
+  static constexpr int kBoxRows = 16;  // of out
+  static_assert(kGroups * kPanels <= 64, "two warps share the boxes of a block");
+  static constexpr int kRowPanelBytes = kRows * 128;  // of q and out
   static constexpr int kRawBytes = kWiden ? kN * kD : 0, kRawStages = 2;  // of a block
-  static constexpr int kQBytes = kConsumers * kGroupBytes, kRoom = (226 << 10) - kRawStages * kRawBytes;
+  static constexpr int kQBytes = kPanels * kRowPanelBytes, kRoom = (226 << 10) - kRawStages * kRawBytes;
   // q of the next tile is copied early where there is room for it. Rows go to out through a place of their own, all panels or one half after
   // the other, where there is room for that, else through that of their q. Keys, which are wanted before values, are copied a block earlier.
   static constexpr int kQStages = 2 * kQBytes + 4 * kStageBytes <= kRoom ? 2 : 1;
@@ -78,6 +88,7 @@ struct PrefillSm90 {
   struct Tile {
     int b, head_kv, first_row;
     int first_token, rest;  // first_row is head `rest` of its token
+    int rows;               // of the tile that are the sequence's
     int first, last;  // key blocks [first, last)
     int boxed_first, boxed;  // key blocks [boxed_first, boxed) come in boxes
     int lo;                  // no row sees a key before this one: pages there may hold anything
@@ -89,19 +100,21 @@ struct PrefillSm90 {
   enum {
     kFullQ, kEmptyQ = kFullQ + 2, kFullK = kEmptyQ + 2, kEmptyK = kFullK + kKStages, kFullV = kEmptyK + kKStages, kEmptyV = kFullV + kVStages,
     kLanded = kEmptyV + kVStages, kFound = kLanded + kVStages, kPassed = kFound + 4,  // from here on, for boxes alone
-    kFullRaw = kPassed + 4, kEmptyRaw = kFullRaw + (kWideners ? kRawStages : 0), kBarriers = kEmptyRaw + (kWideners ? kRawStages : 0)
+    kFullRaw = kPassed + 4, kEmptyRaw = kFullRaw + (kWideners ? kRawStages : 0), kLandedQ = kEmptyRaw + (kWideners ? kRawStages : 0),
+    kBarriers = kLandedQ + (kWideners ? 2 : 0)
   };
   // At a barrier, for a phase to be over.
   static PA_DEVICE int arrivals(int barrier) {
     const bool of_keys = barrier >= kFullK && barrier < kEmptyK, of_values = barrier >= kFullV && barrier < kEmptyV;
+    if (barrier >= kLandedQ) return 32;
     if (barrier >= kEmptyRaw) return kWideners;
     if (barrier >= kFullRaw) return 1;
-    if (barrier >= kPassed) return kWideners ? 1 + kWideners / 32 : 3;  // warps
+    if (barrier >= kPassed) return kWideners ? 1 + kWideners / 32 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
     if (barrier >= kFound) return 32;
     if (barrier >= kLanded) return 1;
     if (of_keys) return kWideners ? kWideners : kBoxed ? 1 : sm90::kGroup;
     if (of_values) return kWideners ? kWideners : kBoxed ? 32 : sm90::kGroup;
-    return barrier < kEmptyQ ? (kBoxed ? 32 : sm90::kGroup) : 4 * kConsumers;
+    return barrier < kEmptyQ ? (kConvert ? kConverters : kBoxed ? 32 : sm90::kGroup) : 4 * kConsumers;
   }
   enum { kCopiers = 1, kTurns, kWriters = kTurns + kConsumers };  // named barriers
 
@@ -111,6 +124,7 @@ struct PrefillSm90 {
     int taken;
     int sums[4];
     int prefix[sm90::kGroup + 1];
+    float q_units[kConvert ? kQStages * kRows : 1];  // what a row of q has been divided by
   };
   static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes + kRawStages * kRawBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
@@ -122,17 +136,16 @@ struct PrefillSm90 {
   u8* v_tile;
   u8* raw_tile;
   Control& control;
-  const u32 group_inverse;  // 2^32 over p.group, rounded up; nothing for a group of one
 
   PA_DEVICE PrefillSm90(const AttentionParams& params, const TileMaps& tile_maps, u8* memory)
       : p(params), maps(tile_maps), q_tile(memory), k_tile(memory + kRowBytes), v_tile(memory + kRowBytes + kKStages * kStageBytes),
         raw_tile(memory + kRowBytes + (kKStages + kVStages) * kStageBytes),
-        control(*reinterpret_cast<Control*>(memory + kWork)), group_inverse(p.group > 1 ? 0xffffffffu / static_cast<u32>(p.group) + 1 : 0) {}
+        control(*reinterpret_cast<Control*>(memory + kWork)) {}
 
   // The token of a tile's row. Exact for rows plus groups up to 2^16.
   PA_DEVICE int token_of(const Tile& t, int row) const {
     const u32 n = row + t.rest;
-    return t.first_token + static_cast<int>(p.group > 1 ? static_cast<u32>((static_cast<u64>(n) * group_inverse) >> 32) : n);
+    return t.first_token + static_cast<int>(p.group > 1 ? static_cast<u32>((static_cast<u64>(n) * maps.group_inverse) >> 32) : n);
   }
   PA_DEVICE sm90::Barrier& barrier(int i) const { return control.barriers[i]; }
 
@@ -140,7 +153,7 @@ struct PrefillSm90 {
 
   PA_DEVICE int tiles_of(const Sequence& s) const {
     const int rows = s.len_q * p.group;
-    return s.len_q > 0 && rows > (p.flags & kAllTiles ? 0 : p.flags & kTiled ? p.group : kDecodeRows) ? ceil_div(rows, kRows) : 0;
+    return s.len_q > 0 && rows > (p.flags & kAllTiles ? 0 : p.flags & kTiled ? p.group : kDecodeRows) ? ceil_div(rows, maps.tile_rows) : 0;
   }
 
   PA_DEVICE int count() const {
@@ -191,10 +204,11 @@ struct PrefillSm90 {
     const int section = quotient(i, each * rows), nth_in_section = i - section * each * rows;
     const int heads = min_of(each, p.heads_kv - section * each), nth = quotient(nth_in_section, heads);
     t.head_kv = section * each + nth_in_section - nth * heads;
-    t.first_row = (rows - 1 - nth) * kRows;
+    t.first_row = (rows - 1 - nth) * maps.tile_rows;
     t.first_token = quotient(t.first_row, p.group);
     t.rest = t.first_row - t.first_token * p.group;
-    const int first = t.first_token, last = min_of(t.s.len_q - 1, quotient(t.first_row + kRows - 1, p.group));
+    t.rows = min_of(maps.tile_rows, t.s.len_q * p.group - t.first_row);
+    const int first = t.first_token, last = min_of(t.s.len_q - 1, quotient(t.first_row + maps.tile_rows - 1, p.group));
     const Span v = visible(p, t.s, first, last);
     t.first = quotient(v.lo, kN);
     t.last = v.hi == v.lo ? t.first : quotient(v.hi + kN - 1, kN);
@@ -392,12 +406,12 @@ struct PrefillSm90 {
       low = pick_bytes(four, 0, 0x1404);
       high = pick_bytes(four, 0, 0x3424);
     }
-    if (!kIsBf16<T>) return;
+    if (!kIsBf16<Factor>) return;
     low = both_of(low);
     high = both_of(high);
   }
   static PA_DEVICE u32 both_of(u32 halves) {
-    return pack2<T>(to_float(f16{static_cast<u16>(halves)}), to_float(f16{static_cast<u16>(halves >> 16)}));
+    return pack2<Factor>(to_float(f16{static_cast<u16>(halves)}), to_float(f16{static_cast<u16>(halves >> 16)}));
   }
 
   // A tile before may be waited for, whose q, or whose next tile's, is yet to be told of.
@@ -406,22 +420,23 @@ struct PrefillSm90 {
     acquire(kEmptyQ + c.q.stage, c.q.parity);
   }
 
-  // The last warp, which has the fewest boxes of keys, has those of q. Every thread arrives: one of them wrote down the tile.
-  PA_DEVICE void copy_q_boxes(Copier& c, const Tile& t) const {
-    const int full = kFullQ + c.q.stage, box = warp::lane() / kPanels, panel = warp::lane() % kPanels;
-    acquire_q(c);
-    if (thread_x() == sm90::kGroup - 32) sm90::expect(barrier(full), kQBytes);
+  // Begins the boxes of a tile's q, one a panel, by a warp; `full` is told.
+  PA_DEVICE void box_q(const Tile& t, int stage, int full) const {
+    if (warp::lane() == 0) sm90::expect(barrier(full), maps.tile_rows * kPanels * 128);
     else sm90::arrive(barrier(full));
     warp::wave_sync();
-    if (thread_x() / 32 == sm90::kGroup / 32 - 1 && box < kRows / kBoxRows)
-      sm90::copy_box(q_tile + c.q.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
-                     panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t, box * kBoxRows), p.cu_q ? 0 : t.b,
-                     barrier(full));
-    c.q.next();
+    if (warp::lane() < kPanels)
+      sm90::copy_box(q_tile + stage * kQBytes + warp::lane() * kRowPanelBytes, maps.q, warp::lane() * sm90::kPanel, t.head_kv * p.group,
+                     static_cast<int>(t.s.start_q) + t.first_token, p.cu_q ? 0 : t.b, barrier(full));
   }
 
   PA_DEVICE void copy_q(Copier& c, const Tile& t) const {
-    if (p.flags & kMappedQ) return copy_q_boxes(c, t);
+    if (p.flags & kMappedQ) {  // by the last warp, which has the fewest boxes of keys; every thread arrives: one of them wrote down the tile
+      acquire_q(c);
+      if (thread_x() >= sm90::kGroup - 32) box_q(t, c.q.stage, kFullQ + c.q.stage);
+      else sm90::arrive(barrier(kFullQ + c.q.stage));
+      return c.q.next();
+    }
     constexpr int kEach = kRows / 4;  // rows of a warp; a lane knows where one begins
     const int stage = c.q.stage, group = p.group, total = t.s.len_q * group, from = thread_x() / 32 * kEach;
     acquire_q(c);
@@ -435,7 +450,7 @@ struct PrefillSm90 {
       for (int i = warp::lane(); i < min_of(32, kEach - some) * kPieces; i += 32) {
         const int nth = i / kPieces, r = from + some + nth, piece = i % kPieces, d = piece * 8;
         const i64 at = warp::shfl_idx<32>(offset, nth);
-        u8* to = q_tile + stage * kQBytes + r / 64 * kGroupBytes + piece / 8 * kRowPanelBytes + sm90::place(r % 64, piece & 7);
+        u8* to = q_tile + stage * kQBytes + piece / 8 * kRowPanelBytes + sm90::place(r, piece & 7);
         const T* row = static_cast<const T*>(p.q) + at;
         const int n = at >= 0 ? min_of(8, max_of(0, p.head_dim - d)) : 0;
         if (n == 0 || (!p.rotary_cos && (reinterpret_cast<u64>(row + d) & 15) == 0)) {
@@ -722,17 +737,53 @@ struct PrefillSm90 {
     sm90::arrive(barrier(kFound + (nth & 3)));
   }
   // Begins q of tile number `nth`, or says that there are no more.
-  PA_DEVICE void box_q(Ring<kQStages>& ring, int nth) const {
+  PA_DEVICE void begin_q(Ring<kQStages>& ring, int nth) const {
     const Tile& t = control.tiles[nth & 3];
-    const int box = warp::lane() / kPanels, panel = warp::lane() % kPanels, full = kFullQ + ring.stage;
+    const int full = (kConvert ? kLandedQ : kFullQ) + ring.stage;
     acquire(kEmptyQ + ring.stage, ring.parity);
-    if (t.b < 0 || warp::lane() != 0) sm90::arrive(barrier(full));
-    else sm90::expect(barrier(full), kQBytes);
-    if (t.b >= 0 && box < kRows / kBoxRows)
-      sm90::copy_box(q_tile + ring.stage * kQBytes + box / 4 * kGroupBytes + panel * kRowPanelBytes + box % 4 * kBoxRows * 128, maps.q,
-                     panel * sm90::kPanel, t.head_kv * p.group, static_cast<int>(t.s.start_q) + token_of(t, box * kBoxRows), p.cu_q ? 0 : t.b,
-                     barrier(full));
+    if (t.b < 0) sm90::arrive(barrier(full));
+    else box_q(t, ring.stage, full);
     ring.next();
+  }
+
+  // Makes f16 of tiles' q, a row a lane: eight lanes beside each other touch all banks.
+  PA_DEVICE void converting() const {
+    Ring<kQStages> ring;
+    for (int nth = 0;; ++nth) {
+      const bool more = found(nth).b >= 0;
+      sm90::wait(barrier(kLandedQ + ring.stage), ring.parity);
+      if (more) {
+#pragma unroll 1
+        for (int row = thread_x() - 32; row < kRows; row += kConverters) control.q_units[ring.stage * kRows + row] = convert_row(q_tile + ring.stage * kQBytes, row);
+        sm90::engines_see_writes();
+      }
+      sm90::arrive(barrier(kFullQ + ring.stage));
+      if (!more) return;
+      passed(nth);
+      ring.next();
+    }
+  }
+  // A row of bf16 to f16, divided by the power of two that is returned: its largest element is then next to f16's largest, and elements down to 2^-32 of it are exact.
+  PA_DEVICE float convert_row(u8* tile, int row) const {
+    const auto piece = [&](int i) { return reinterpret_cast<Bytes16*>(tile + i / 8 * kRowPanelBytes + sm90::place(row, i & 7)); };
+    int highest = 0;
+#pragma unroll 4
+    for (int i = 0; i < kPieces; ++i) {
+      const Bytes16 x = *piece(i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) highest = max_of(highest, max_of(static_cast<int>(x.x[j] & 0x7fff), static_cast<int>(x.x[j] >> 16 & 0x7fff)));
+    }
+    // 2^(15 - its exponent), in float32's range; of infinities and NaN, as of the largest finite number.
+    const int exponent = min_of(254, max_of(16, highest >> 7));
+    const float factor = bits_float(static_cast<u32>(127 + 15 + 127 - exponent) << 23);
+#pragma unroll 2
+    for (int i = 0; i < kPieces; ++i) {
+      Bytes16 x = *piece(i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x.x[j] = pack2<f16>(bits_float(x.x[j] << 16) * factor, bits_float(x.x[j] & 0xffff0000u) * factor);
+      *piece(i) = x;
+    }
+    return bits_float(static_cast<u32>(exponent - 15) << 23);
   }
 
   PA_DEVICE void finding(int block, int blocks, int tiles) const {
@@ -742,7 +793,7 @@ struct PrefillSm90 {
     const bool any = 1 < maps.boxes * kPanels;
     int taken = block;
     find_next(0, taken, tiles);
-    box_q(qs, 0);
+    begin_q(qs, 0);
     for (int nth = 0; taken < tiles; ++nth) {
       const Tile& t = control.tiles[nth & 3];
       int upcoming = 0;
@@ -750,7 +801,7 @@ struct PrefillSm90 {
       if (kWiden) {
         taken = blocks + warp::shfl_idx<32>(upcoming, 0);
         find_next(nth + 1, taken, tiles);
-        box_q(qs, nth + 1);
+        begin_q(qs, nth + 1);
         continue;
       }
       const int n = t.last - t.first;
@@ -763,7 +814,7 @@ struct PrefillSm90 {
           taken = blocks + warp::shfl_idx<32>(upcoming, 0);
           find_next(nth + 1, taken, tiles);
         }
-        if (i == begun_at) box_q(qs, nth + 1);
+        if (i == begun_at) begin_q(qs, nth + 1);
         if (i == n) break;
         const Where now = next;
         next = find_box(t, max_of(t.first, t.last - 2 - i));
@@ -781,7 +832,9 @@ struct PrefillSm90 {
       else copying_values();
     } else if (w == 0) {
       copying_raw();
-    } else if (!kWidenRegisters) {
+    } else if constexpr (kConvert) {
+      converting();
+    } else if constexpr (!kWidenRegisters) {
       widening();
     }
   }
@@ -797,13 +850,14 @@ struct PrefillSm90 {
   struct Rows {
     int lo[2], hi[2];  // keys [lo, hi) are seen
     int clear_first, clear_last;  // blocks whose keys every row of this warp sees; none if scores are not plain
-    float factor;                 // of products, where they are, else 1
+    float factor[kConvert ? 2 : 1];  // of products, where they are, else 1; by row, where q's are not all of one unit
+    float unit[kConvert ? 2 : 1];    // of q, by row
     int last;                     // block past all that this warpgroup's rows see
   };
-  PA_DEVICE Rows look_at(const Tile& t, int row_of_warp) const {
+  PA_DEVICE Rows look_at(const Tile& t, int row_of_warp, int q_stage) const {
     Rows x;
     const int first_row = row_of_warp / 64 * 64, end = token_of(t, first_row + 63) + t.hi_at;
-    x.last = t.first_row + first_row >= t.s.len_q * p.group ? 0 : quotient(max_of(0, min_of(end, t.s.len_k)) + kN - 1, kN);
+    x.last = first_row >= t.rows ? 0 : quotient(max_of(0, min_of(end, t.s.len_k)) + kN - 1, kN);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int token = token_of(t, row_of_warp + warp::lane() / 4 + 8 * r);
@@ -811,20 +865,25 @@ struct PrefillSm90 {
       x.hi[r] = max_of(0, min_of(token + t.hi_at, t.s.len_k));
     }
     const bool plain = t.factor > 0.0f;
-    x.factor = plain ? t.factor : 1.0f;
+#pragma unroll
+    for (int r = 0; r < (kConvert ? 2 : 1); ++r) {
+      x.unit[r] = kConvert ? control.q_units[q_stage * kRows + row_of_warp + warp::lane() / 4 + 8 * r] : 1.0f;
+      x.factor[r] = plain ? t.factor * x.unit[r] : 1.0f;
+    }
     x.clear_first = quotient(max_of(0, token_of(t, row_of_warp + kBoxRows - 1) + t.lo_at) + kN - 1, kN);
     x.clear_last = plain ? quotient(max_of(0, min_of(token_of(t, row_of_warp) + t.hi_at, t.s.len_k)), kN) : 0;
     return x;
   }
 
-  // What `m` may lag behind a row's maximum, in units of log2: weights up to 256, and accumulators that seldom need to shrink.
-  static constexpr float kLag = 8.0f;
+  // How far, in units of log2, `m` is set below a row's maximum, and may lag behind it: accumulators seldom need to shrink, and weights of f16, up to
+  // 2^15, are not lost down to 2^-31 of the largest.
+  static constexpr float kLead = kIsBf16<Factor> ? 0.0f : 7.0f, kLag = kLead + 8.0f;
 
   // Products of a block to scores that have a bias or a cap.
-  PA_DEVICE void adjust(const Tile& t, int key, int row, float (&s)[kN / 2]) const {
+  PA_DEVICE void adjust(const Tile& t, const Rows& rows, int key, int row, float (&s)[kN / 2]) const {
     const Score scoring = t.scoring;
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) s[i] *= scoring.scale;
+    for (int i = 0; i < kN / 2; ++i) s[i] *= kConvert ? scoring.scale * rows.unit[i / 2 % 2] : scoring.scale;
     if (scoring.cap > 0.0f) {
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) s[i] = scoring.cap * tanh_of(s[i]);
@@ -846,7 +905,7 @@ struct PrefillSm90 {
 
   // What blocks that are not clear ask for besides: scores that are not plain, masks.
   PA_DEVICE void edges(const Tile& t, const Rows& rows, int key, int row, float (&s)[kN / 2]) const {
-    if (t.factor == 0.0f) adjust(t, key, row, s);
+    if (t.factor == 0.0f) adjust(t, rows, key, row, s);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int begin = before(rows.lo[r] - key), end = before(rows.hi[r] - key);
@@ -877,7 +936,7 @@ struct PrefillSm90 {
         const float x = s[4 * (i / 2) + 2 * r + i % 2];
         tops[i % 4] = i < 4 ? x : max_of(tops[i % 4], x);
       }
-      top[r] = max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3])) * rows.factor;
+      top[r] = max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3])) * rows.factor[kConvert ? r : 0];
     }
     return warp::any(top[0] > st.m[0] + kLag || top[1] > st.m[1] + kLag);
   }
@@ -886,26 +945,26 @@ struct PrefillSm90 {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = st.m[r], highest = warp::reduce_max<4>(top[r]);
-      if (highest > before + kLag) st.m[r] = highest;
+      if (highest > before + kLag) st.m[r] = highest - kLead;
       shrink[r] = weight(before, st.m[r]);
       st.l[r] *= shrink[r];
     }
   }
 
   // Scores to weights relative to 2^m.
-  PA_DEVICE void weigh(State& st, float factor, float (&s)[kN / 2]) const {
+  PA_DEVICE void weigh(State& st, const Rows& rows, float (&s)[kN / 2]) const {
     const float base[2] = {st.m[0] == -PA_INFINITY ? 0.0f : st.m[0], st.m[1] == -PA_INFINITY ? 0.0f : st.m[1]};
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       const int r = i / 2 % 2;
-      s[i] = exp2_fast(s[i] * factor - base[r]);
+      s[i] = exp2_fast(s[i] * rows.factor[kConvert ? r : 0] - base[r]);
       st.l[r] += s[i];
     }
   }
 
   PA_DEVICE void pack(State& st, const float (&s)[kN / 2]) const {
 #pragma unroll
-    for (int i = 0; i < kN / 4; ++i) st.weights[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kN / 4; ++i) st.weights[i] = pack2<Factor>(s[2 * i], s[2 * i + 1]);
   }
 
   // The descriptor of what lies so many bytes behind; its upper half stays a constant.
@@ -914,14 +973,14 @@ struct PrefillSm90 {
   PA_DEVICE void scores(u64 q, u64 k, float (&s)[kN / 2]) const {
 #pragma unroll
     for (int d = 0; d < kD / 16; ++d)
-      sm90::multiply_rows<kN, T>(s, ahead(q, d / 4 * kRowPanelBytes + d % 4 * 32), ahead(k, d / 4 * kPanelBytes + d % 4 * 32), d > 0);
+      sm90::multiply_rows<kN, Factor>(s, ahead(q, d / 4 * kRowPanelBytes + d % 4 * 32), ahead(k, d / 4 * kPanelBytes + d % 4 * 32), d > 0);
     sm90::products_commit();
   }
   PA_DEVICE void values(State& st, u64 v) const {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const u32 a[4] = {st.weights[4 * g], st.weights[4 * g + 1], st.weights[4 * g + 2], st.weights[4 * g + 3]};
-      sm90::multiply_columns<kD, T>(st.o, a, ahead(v, g * 16 * 128));
+      sm90::multiply_columns<kD, Factor>(st.o, a, ahead(v, g * 16 * 128));
     }
     sm90::products_commit();
   }
@@ -945,7 +1004,7 @@ struct PrefillSm90 {
     for (int r = 0; r < 2; ++r) {
       const int packed = t.first_row + row + 8 * r, token = token_of(t, row + 8 * r), head = t.head_kv * p.group + packed - token * p.group;
       Finish f = {0.0f, 0.0f};
-      if (packed < t.s.len_q * p.group) {
+      if (row + 8 * r < t.rows) {
         f = finish<T>(p, r ? st.m[1] : st.m[0], r ? l[1] : l[0], head);
         if (p.lse && (warp::lane() & 3) == 0) p.lse[lse_offset(p, t.s, t.b, token, head)] = f.lse;
       }
@@ -987,11 +1046,11 @@ struct PrefillSm90 {
 
   // This thread's rows to out. Four lanes hold a row, two elements of every eight; they trade so that each holds eight of every 32.
   PA_DEVICE void write_rows(const Tile& t, const State& st, int row, const float (&factors)[2]) const {
-    const int total = t.s.len_q * p.group, column = warp::lane() & 3;
+    const int column = warp::lane() & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int packed = t.first_row + row + 8 * r, token = token_of(t, row + 8 * r), head = t.head_kv * p.group + packed - token * p.group;
-      const bool there = packed < total;
+      const bool there = row + 8 * r < t.rows;
       const i64 offset = there ? out_offset(p, t.s, t.b, token, head) : 0;
       const float factor = factors[r];
       if (p.flags & kOutFloat || !(p.flags & kOutAligned)) {
@@ -1054,7 +1113,7 @@ struct PrefillSm90 {
     using sm90::kGroup;
     constexpr bool kAhead = kQStages == 2;  // q of the next tile is there, or on its way, before this one's has been used
     const int group = warp::shfl_idx<32>(thread_x() / kGroup, 0) - 1, turn = kTurns + group, next_turn = kTurns + (group + 1) % kConsumers;
-    const u64 q = sm90::tile_at(q_tile + group * kGroupBytes), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
+    const u64 q = sm90::tile_at(q_tile + group * 64 * 128), k = sm90::tile_at(k_tile), v = sm90::tile_at(v_tile, kPanelBytes);
     const int row_of_warp = group * 64 + warp::shfl_idx<32>(thread_x() % kGroup / 32, 0) * kBoxRows, row = row_of_warp + warp::lane() / 4;
     if (kConsumers > 1 && group == kConsumers - 1) sm90::pass<2 * kGroup>(kTurns);  // the first group begins
     Ring<kQStages> qs;
@@ -1064,7 +1123,7 @@ struct PrefillSm90 {
     await(kFullQ, 0);
     if (control.tiles[0].b < 0) return;
     begin_scores(control.tiles[0], q, k, ks, s);
-    Rows rows = look_at(control.tiles[0], row_of_warp);
+    Rows rows = look_at(control.tiles[0], row_of_warp, 0);
 #pragma unroll 1
     for (int tiles = 0;; ++tiles) {
       const Tile& t = control.tiles[tiles & 3];
@@ -1113,7 +1172,7 @@ struct PrefillSm90 {
           vs.next();
         }
         if (maxima(t, rows, st, n, row, s, top)) follow(st, top, shrink);  // nothing was before
-        weigh(st, rows.factor, s);
+        weigh(st, rows, s);
         pack(st, s);
         if (!blind && kAhead && !kOwnOut && tiles > 0) give_q(1 - stage);
         bool ready = sm90::reached(barrier(kFullK + ks.stage), ks.parity);
@@ -1147,7 +1206,7 @@ struct PrefillSm90 {
           release(kEmptyV + vs.stage);
           vs.next();
           ready = sm90::reached(barrier(kFullK + ks.stage), ks.parity);
-          weigh(st, rows.factor, s);
+          weigh(st, rows, s);
           pack(st, s);
         }
         if (kOwnOut) release(kEmptyQ + stage);
@@ -1159,7 +1218,7 @@ struct PrefillSm90 {
         values(st, ahead(v, vs.stage * kStageBytes));
         if (kAhead) {
           begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
-          rows = look_at(next, row_of_warp);
+          rows = look_at(next, row_of_warp, qs.stage);
         }
         if (kConsumers > 1) sm90::pass<2 * kGroup>(next_turn);
         finish_rows(t, st, row, finished);  // beside the products
@@ -1173,16 +1232,15 @@ struct PrefillSm90 {
         if (kAhead) {
           await(kFullQ + qs.stage, qs.parity);
           begin_scores(next, ahead(q, qs.stage * kQBytes), k, ks, s);
-          rows = look_at(next, row_of_warp);
+          rows = look_at(next, row_of_warp, qs.stage);
         }
         finish_rows(t, st, row, finished);
       }
       if (kOwnOut) stores_read();
       else sm90::meet<kGroup>(kWriters + group);  // all products that read q are over
       // Told by one lane, so that the compiler knows that all lanes go one way and keeps descriptors in uniform registers.
-      const bool boxed = warp::shfl_idx<32>(static_cast<int>(p.flags & kMappedOut && t.first_row + row_of_warp + kBoxRows <= t.s.len_q * p.group), 0);
-      u8* room = q_tile + (kOwnOut ? kQStages * kQBytes + group * kOutPanels * kRowPanelBytes : stage * kQBytes + group * kGroupBytes) +
-                 row_of_warp % 64 * 128;
+      const bool boxed = warp::shfl_idx<32>(static_cast<int>(p.flags & kMappedOut && row_of_warp + kBoxRows <= t.rows), 0);
+      u8* room = q_tile + (kOwnOut ? kQStages : stage) * kQBytes + row_of_warp * 128;
       if (!kAhead && !kOwnOut && !boxed) give_q(stage);
       if (boxed) write_boxes(t, st, row_of_warp, finished, room);
       else write_rows(t, st, row, finished);
@@ -1190,7 +1248,7 @@ struct PrefillSm90 {
       if (!kAhead) {
         await(kFullQ, qs.parity);
         begin_scores(next, q, k, ks, s);
-        rows = look_at(next, row_of_warp);
+        rows = look_at(next, row_of_warp, qs.stage);
       }
       if (next.b < 0) break;
     }

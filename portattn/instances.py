@@ -237,21 +237,24 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
 
 # 8-bit caches of the Hopper prefill kernel.
 SM90_CACHES = ("float8_e4m3fn", "float8_e5m2")
-# Head size: (warpgroups that compute, keys at a time); and, of three warpgroups, the larger tiles of calls that come in boxes.
+# Rows of a tile; head size: (warpgroups that compute, 64 rows each, keys at a time); and, of three warpgroups, the larger tiles of calls that come in boxes.
+SM90_ROWS = 128
 SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 80), 256: (2, 64)}
 SM90_LARGE_TILES = {64: (3, 128), 80: (3, 112), 96: (3, 96), 128: (3, 80)}
 
 
-def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int, boxed: bool) -> int:
+def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int, boxed: bool, bf16: bool) -> int:
     """PrefillSm90::kSharedBytes of prefill_sm90.h: q, twice if there is room, out, if there is more, two or three stages of k and two of v, in
-    panels of 64 columns; two blocks of 8 bits; its Control."""
+    panels of 64 columns; two blocks of 8 bits; its Control, with the units of rows of bf16 that become f16."""
     raw = 2 * n * dim if kv_bytes == 1 else 0
     panels, room = -(-dim // 64), (226 << 10) - raw
     q, stage = panels * 128 * 64 * consumers, panels * 128 * n
-    rows = next(h for h in (6, 4, 3, 2) if (h != 3 or panels % 2 == 0) and h * q // 2 + 4 * stage <= room) * q // 2  # h halves of q's place
+    halves = next(h for h in (6, 4, 3, 2) if (h != 3 or panels % 2 == 0) and h * q // 2 + 4 * stage <= room)  # of q's place
+    rows = halves * q // 2
     k_stages = 3 if rows + 5 * stage <= room else 2
-    barriers = 2 * (k_stages - 2) + (4 if kv_bytes == 1 and boxed else 0)  # besides those of every instance
-    return rows + (2 + k_stages) * stage + raw + 1064 + 8 * barriers
+    barriers = 2 * (k_stages - 2) + (6 if kv_bytes == 1 and boxed else 0)  # besides those of every instance
+    units = 4 * 64 * consumers * (2 if halves >= 4 else 1) if kv_bytes == 1 and boxed and bf16 and dim <= 192 else 8
+    return rows + (2 + k_stages) * stage + raw + 1064 + 8 * barriers + units
 
 
 def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, boxed: bool = False, large: bool = False) -> Shape:
@@ -262,7 +265,8 @@ def prefill_sm90_shape(dtype: str, kv_dtype: str, dim: int, boxed: bool = False,
                ("PA_BOXED", str(int(boxed))))
     kv_bytes = 1 if kv_dtype.startswith("float8") else 2
     warpgroups = consumers + (2 if kv_bytes == 1 and boxed and dim <= 192 else 1)
-    return Shape(Instance("prefill_sm90", options), 128 * warpgroups, prefill_sm90_shared(kv_bytes, dim, consumers, n, boxed), 0, 1, 64 * consumers, n, boxed)
+    shared = prefill_sm90_shared(kv_bytes, dim, consumers, n, boxed, dtype == "bfloat16")
+    return Shape(Instance("prefill_sm90", options), 128 * warpgroups, shared, 0, 1, 64 * consumers, n, boxed)
 
 
 def target(arch: str, instance: Instance) -> str:

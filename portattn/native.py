@@ -33,6 +33,7 @@ from .instances import (
     QUEUES,
     SM90_CACHES,
     SM90_LARGE_TILES,
+    SM90_ROWS,
     SM90_TILES,
     TILE_ROWS,
     TYPES,
@@ -201,12 +202,14 @@ def dealing(heads_kv: int, workers: int, lines: int | None = None, tiles: int | 
 
 
 def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
-    """Whether sequences of several tokens, but few rows, are faster as prefill tiles: decode reads all keys once for each 16 rows, on all
-    multiprocessors; tiles read them once, a multiprocessor a tile, of which all together read as fast."""
-    if not look_equal(call) or call.max_seqlen_q == 1 or not TILE_ROWS < rows <= DECODE_ROWS:
+    """Whether sequences of few rows are faster as prefill tiles: decode reads all keys once for each 16 rows, on all multiprocessors; tiles
+    read them once, a multiprocessor a tile, of which all together read as fast, and 8-bit keys nearly twice as fast. With batch_invariant no: other
+    sequences must not decide it."""
+    eight = call.k.dtype is not call.q.dtype
+    if not look_equal(call) or call.batch_invariant or not (0 if eight else TILE_ROWS) < rows <= DECODE_ROWS or call.max_seqlen_q == 1 and not eight:
         return False
     pairs = heads_kv * (call.q.shape[0] if call.q.dim() == 4 else call.cu_seqlens_q.shape[0] - 1)
-    return 10 * pairs * -(-rows // TILE_ROWS) > 9 * limits.sms * -(-pairs // limits.sms)
+    return 10 * pairs * -(-rows // TILE_ROWS) > (5 if eight else 9) * limits.sms * -(-pairs // limits.sms)
 
 
 # By head size, the time of a row and key in larger tiles, to one in others.
@@ -217,7 +220,7 @@ def in_boxes(call: Call, flags: int) -> bool:
     """Whether tensor maps can bring all of q, keys and values (`tile_maps`); the driver has the last word."""
     group = call.q.shape[-2] // call.k.shape[-2]
     return (flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and (call.k.dtype is call.q.dtype or str(call.k.dtype)[6:] in SM90_CACHES)
-            and BOX_ROWS % group == 0 and call.rotary_cos is None and _aligned(call.q, 16))
+            and 10 * (SM90_ROWS % group) < SM90_ROWS and call.rotary_cos is None and _aligned(call.q, 16))
 
 
 def large_tiles_pay(call: Call, dim: int, limits: Limits) -> bool:
@@ -225,10 +228,16 @@ def large_tiles_pay(call: Call, dim: int, limits: Limits) -> bool:
     batch_invariant no: other sequences must not decide it."""
     if dim not in SM90_LARGE_TILES or call.batch_invariant:
         return False
+    group = call.q.shape[-2] // call.k.shape[-2]
     def work(tiles: tuple[int, int]) -> int:
         rows, keys = 64 * tiles[0], tiles[1]
-        return rows * -(-most_tiles(call, rows) // limits.sms) * keys * -(-call.max_seqlen_k // keys)
+        return rows * -(-most_tiles(call, rows - rows % group) // limits.sms) * keys * -(-call.max_seqlen_k // keys)
     return LARGE_TILES_PACE[dim] * work(SM90_LARGE_TILES[dim]) < work(SM90_TILES[dim])
+
+
+def tile_rows(shape: Shape, group: int) -> int:
+    """Packed rows of a prefill tile: where boxes bring q, those of whole tokens."""
+    return shape.rows - shape.rows % group if shape.boxed else shape.rows
 
 
 def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits, boxed: bool) -> Shape:
@@ -237,7 +246,8 @@ def attention_shape(call: Call, problem: Problem, dim: int, limits: Limits, boxe
     rows = call.max_seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
     few = rows <= DECODE_ROWS
     same = problem.kv_dtype == problem.dtype
-    if limits.wgmma and (not few and (same or problem.kv_dtype in SM90_CACHES) or same and few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
+    if limits.wgmma and (same or boxed or not few and problem.kv_dtype in SM90_CACHES) and (
+            not few or few_pay_tiles(call, rows, problem.num_heads_kv, limits)):
         return prefill_sm90_shape(problem.dtype, problem.kv_dtype, dim, boxed, boxed and same and large_tiles_pay(call, dim, limits))
     return (decode_shape if few else staged_prefill_shape if limits.staged else mixed_shape)(problem.dtype, problem.kv_dtype, dim, limits)
 
@@ -267,7 +277,7 @@ def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]
     if not shape.rows:
         return values["lines"], values["workers"]
     if not shape.unit:
-        tiles = most_tiles(call, shape.rows)
+        tiles = most_tiles(call, tile_rows(shape, call.q.shape[-2] // call.k.shape[-2]))
         return min(tiles, values["mixed_stride"]) if shape.keys else tiles, 1
     return most_tiles(call, shape.rows) + values["lines"] * values["workers"], 1
 
@@ -396,7 +406,7 @@ class Workspaces:
 
 
 # ------------------------------------------------------------------ tensor maps
-BOX_ROWS = 16  # of q and out
+BOX_ROWS = 16  # of out
 Mapped = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
@@ -421,13 +431,13 @@ class TileMaps:
     """The second argument of prefill_sm90.h: k, v, q and out for the copy engine, as boxes of 64 columns; k and v of 8 bits, of all.
 
     Args:
-        encode: the driver's cuTensorMapEncodeTiled. mappings: of what is mapped. keys: that the kernel takes at a time. rows: of a box of keys.
+        encode: the driver's cuTensorMapEncodeTiled. mappings: of what is mapped. numbers: TileMaps' other fields.
     """
 
-    def __init__(self, encode: Any, mappings: Sequence[Mapping], keys: int, rows: int):
+    def __init__(self, encode: Any, mappings: Sequence[Mapping], numbers: tuple[int, int, int, int]):
         self._room = ctypes.create_string_buffer(4 * BYTES + 2 * ALIGNMENT)
         self.address = -(-ctypes.addressof(self._room) // ALIGNMENT) * ALIGNMENT
-        struct.pack_into("<2i", self._room, self.address - ctypes.addressof(self._room) + 4 * BYTES, rows, keys // rows)
+        struct.pack_into("<3iI", self._room, self.address - ctypes.addressof(self._room) + 4 * BYTES, *numbers)
         self.maps = [(m.pointer, m.flag, TensorMap(encode, *m.tensor, m.box, m.swizzle, self.address + m.place * BYTES)) for m in mappings]
 
     def move(self, addresses: Sequence[int], off: int = 0) -> None:
@@ -447,20 +457,20 @@ def tile_maps(encode: Any, call: Call, out: Mapped, shape: Shape, dim: int, flag
     if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and (same or shape.boxed):
         columns, swizzle = (64, SWIZZLE_128) if same else (dim, SWIZZLE_NONE)
         wanted.append([Mapping(place, place + 1, MAPPED, mapped(x), (1, rows, 1, columns), swizzle) for place, x in enumerate((call.k, call.v))])
-    if BOX_ROWS % group == 0:
-        box = (1, BOX_ROWS // group, group, 64)
-        if call.rotary_cos is None:
-            wanted.append([Mapping(2, 0, MAPPED_Q, mapped(call.q), box)])
-        if flags & OUT_ALIGNED and out[0] is call.q.dtype:
-            wanted.append([Mapping(3, 3, MAPPED_OUT, out, box)])
+    tile = tile_rows(shape, group)
+    if tile % group == 0 and call.rotary_cos is None:
+        wanted.append([Mapping(2, 0, MAPPED_Q, mapped(call.q), (1, tile // group, group, 64))])
+    if BOX_ROWS % group == 0 and flags & OUT_ALIGNED and out[0] is call.q.dtype:
+        wanted.append([Mapping(3, 3, MAPPED_OUT, out, (1, BOX_ROWS // group, group, 64))])
+    numbers = rows, keys // rows, tile, (0xFFFFFFFF // group + 1) % (1 << 32)
     found: list[Mapping] = []
     for mappings in wanted if encode else ():
         try:
-            TileMaps(encode, mappings, keys, rows).move([call.q.data_ptr() & ~15] * 4)  # any address will do
+            TileMaps(encode, mappings, numbers).move([call.q.data_ptr() & ~15] * 4)  # any address will do
             found += mappings
         except KernelError:
             pass  # such strides take the kernel's other copies
-    return functools.partial(TileMaps, encode, found, keys, rows), functools.reduce(operator.or_, (m.flag for m in found), 0)
+    return functools.partial(TileMaps, encode, found, numbers), functools.reduce(operator.or_, (m.flag for m in found), 0)
 
 
 # ------------------------------------------------------------------ launches

@@ -33,7 +33,7 @@ def prefill_sm90(call, *, blocks: int = 2, consumers: int = 2, n: int = 64, boxe
     boxed = can if boxed is None else boxed
     library = host.build("prefill_sm90", consumers=consumers, n=n, boxed=int(boxed), **options, **more)
     out = call.out if call.out is not None else prepared.out
-    shape = instances.prefill_sm90_shape(str(call.q.dtype)[6:], str(call.k.dtype)[6:], dim, boxed)._replace(keys=n)
+    shape = instances.prefill_sm90_shape(str(call.q.dtype)[6:], str(call.k.dtype)[6:], dim, boxed)._replace(keys=n, rows=64 * consumers)
     made, mapped = native.tile_maps(library.portattn_simt_encode if maps else None, call, native.mapped(out), shape, dim, flags)
     assert bool(mapped & native.MAPPED) == (maps and (boxed or call.k.dtype is call.q.dtype) and flags & native.ALIGNED != 0 and flags & native.UNIFORM_PAGES != 0)
     argument, addresses = made(), [x.data_ptr() for x in (call.q, call.k, call.v, out)]
@@ -123,11 +123,13 @@ def test_a_q_that_is_not_aligned():
     check(call._replace(q=shifted), args, kw)
 
 
-@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (16, 1), (32, 1), (5, 1)], ids=str)  # groups of which a box of 16 rows holds whole tokens, and others
+@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (16, 1), (32, 1), (5, 1), (14, 2), (12, 1), (71, 1)], ids=str)  # tiles of whole tokens, boxes of 16 rows, neither
 @pytest.mark.parametrize("options", [dict(), dict(window=(20, 9), causal=False)], ids=["causal", "window"])
-def test_groups(heads, options):
-    q_lens = [-(-150 // (heads[0] // heads[1])), 65, -(-65 // (heads[0] // heads[1]))]
-    check(*paged([260, 70, 133], q_lens=q_lens, heads=heads, **options), order=host.REVERSE, blocks=1)
+def test_groups(heads, options, consumers):
+    group = heads[0] // heads[1]
+    q_lens = [-(-260 // group), 65, -(-65 // group)]
+    check(*paged([260, 70, 133], q_lens=q_lens, heads=heads, **options), order=host.REVERSE, blocks=1, consumers=consumers if group < 32 else 2)
 
 
 @pytest.mark.parametrize("order", [host.FORWARD, host.REVERSE, host.RANDOM])
