@@ -119,7 +119,7 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* c)
 /* A map is where it was encoded from and which box, so that tests can read it in what a launch got. */
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* shape, const uint64_t* strides, const unsigned* box,
                            const unsigned* steps, int interleave, int swizzle, int promotion, int fill) {
-  if ((uintptr_t)map % 64 || (uintptr_t)base % 16 || rank != 4 || interleave || swizzle != 3 || fill) return 1;
+  if ((uintptr_t)map % 64 || (uintptr_t)base % 16 || rank != 4 || interleave || swizzle != (type ? 3 : 0) || fill) return 1;
   for (unsigned i = 0; i < rank; ++i)
     if (!shape[i] || box[i] > 256 || steps[i] != 1 || (i + 1 < rank && strides[i] % 16)) return 1;
   NOTE(10, "map", "base %p type %d shape %u %u %u %u box %u %u", base, type, (unsigned)shape[0], (unsigned)shape[1], (unsigned)shape[2],

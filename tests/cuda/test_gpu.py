@@ -135,6 +135,28 @@ def test_tiles_in_boxes(options, dim, large, monkeypatch):
         close_lse(lse.cpu(), want_lse, plain_lse, q.dtype)
 
 
+@pytest.mark.parametrize("cache", [None, "e4m3", "e5m2"])
+@pytest.mark.parametrize("heads", [(8, 2), (14, 2), (15, 3), (9, 3), (24, 2)], ids=str)
+def test_tiles_of_whole_tokens(heads, cache):
+    check(*problem((700, 17, 300, 0, 900), (450, 17, 1, 0, 200), heads, 128, 128, 16, torch.bfloat16, cache=cache, ragged=True, causal=True))
+    check(*problem((700, 300), (90, 90), heads, 64, 64, 32, torch.float16, cache=cache, window_size=(100, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dim", [64, 72, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window_size=(200, 0)), dict(softcap=5.0, alibi_slopes=torch.rand(8)), dict(causal=True, sinks=torch.randn(8))], ids="-".join)
+def test_tiles_over_eight_bit_caches(options, dim, cache, dtype):
+    """Chunks, and steps of few rows that are faster as tiles; q of any size."""
+    scales = dict(k_scale=torch.rand(5, 2) + 0.5, v_scale=torch.tensor(1.7))
+    args, kw = problem((700, 17, 300, 0, 900), (450, 17, 1, 0, 200), (8, 2), dim, dim, 16, dtype, cache=cache, ragged=True, **options, **scales)
+    if dtype is torch.bfloat16:
+        args = (args[0] * torch.tensor([1.0, 2.0**-40, 2.0**20, 0.0, 2.0**-130])[torch.arange(args[0].shape[0]) % 5, None, None].bfloat16(), *args[1:])
+    check(args, kw)
+    args, kw = problem([300 + 7 * b for b in range(70)], (4,), (8, 2), dim, dim, 48, dtype, cache=cache, hnd=True, k_scale=0.5, v_scale=1.7, **options)
+    check(args, kw)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("batch", [3, 16, 40])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portattn import dialect, manifest, native, verdicts
+from portattn import dialect, instances, manifest, native, verdicts
 from portattn.instances import Shape, limits_of
 from portattn.native_backend import NativeBackend
 from portattn.problem import Call, Problem
@@ -478,25 +478,30 @@ def test_what_no_map_describes_takes_the_other_copies(hopper, monkeypatch):
 @pytest.mark.parametrize("changed, boxed", [
     (dict(), "1"), (dict(k=torch.zeros(6, 24, 2, 64, dtype=torch.bfloat16), v=torch.zeros(6, 24, 2, 64, dtype=torch.bfloat16)), "0"),
     (dict(rotary_cos=torch.zeros(4096, 32), rotary_sin=torch.zeros(4096, 32)), "0"),
-    (dict(q=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16)), "0"),
+    (dict(q=torch.zeros(3, 70, 96, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 96, 64, dtype=torch.bfloat16)), "0"),  # 48 a token: whole ones fill 96 rows of 128
+    (dict(q=torch.zeros(3, 70, 14, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 14, 64, dtype=torch.bfloat16)), "1"),
+    (dict(k=torch.zeros(6, 16, 2, 64, dtype=torch.float8_e5m2), v=torch.zeros(6, 16, 2, 64, dtype=torch.float8_e5m2)), "1"),
     (dict(out=torch.zeros(3, 70, 8, 64)), "1"),
-], ids=["all", "pages", "rotary", "group", "float"])
+], ids=["all", "pages", "rotary", "group", "seven", "e5m2", "float"])
 def test_the_kernel_that_takes_boxes_alone_serves_where_they_bring_q_keys_and_values(hopper, changed, boxed):
     call = chunk(**changed)
-    run = native.Attention(hopper, call, problem(q_len="extend"))
+    asked = problem(q_len="extend", num_heads_q=call.q.shape[2], kv_dtype=str(call.k.dtype)[6:])
+    run = native.Attention(hopper, call, asked)
     run(call)
-    assert option(run, "boxed") == boxed and run.launch.function.what.startswith(f"{native.kernel_of(call, problem(q_len='extend'), hopper.limits).instance} ")
+    assert option(run, "boxed") == boxed and run.launch.function.what.startswith(f"{native.kernel_of(call, asked, hopper.limits).instance} ")
 
 
+@pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize("changed, flags", [
-    (dict(q=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16)), 0),  # three heads: a box of 16 rows does not end with a token
+    (dict(q=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16), out=torch.zeros(3, 70, 6, 64, dtype=torch.bfloat16)), None),  # three heads: 126 of 128 rows, and no box of 16
     (dict(rotary_cos=torch.zeros(4096, 32), rotary_sin=torch.zeros(4096, 32)), native.MAPPED_OUT),
     (dict(out=torch.zeros(3, 70, 8, 64)), native.MAPPED_Q),
     (dict(q=torch.zeros(3, 70, 8, 68, dtype=torch.bfloat16)[..., :64]), native.MAPPED_OUT),  # strides of 8 bytes
 ], ids=["group", "rotary", "float", "strides"])
-def test_q_and_out_are_mapped_where_boxes_are_what_the_kernel_takes(hopper, changed, flags):
-    _, mapped = native.tile_maps(hopper.driver.encode_map, call := chunk(**changed), native.mapped(call.out), 128, native.OUT_ALIGNED)
-    assert mapped == flags
+def test_q_and_out_are_mapped_where_boxes_are_what_the_kernel_takes(hopper, changed, flags, boxed):
+    shape = instances.prefill_sm90_shape("bfloat16", "bfloat16", 64, boxed)
+    _, mapped = native.tile_maps(hopper.driver.encode_map, call := chunk(**changed), native.mapped(call.out), shape, 64, native.OUT_ALIGNED)
+    assert mapped == (flags if flags is not None else native.MAPPED_Q if boxed else 0)
 
 
 def test_in_a_mixed_batch_tokens_and_tiles_run_side_by_side(hopper):
@@ -566,7 +571,24 @@ def test_tiles_are_larger_where_all_multiprocessors_end_sooner_with_them(hopper,
         call = Call(q, k, k, 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=tokens, **more)
         asked = problem(layout="dense", page_size=0, q_len="prefill", num_heads_q=heads_q, num_heads_kv=heads, head_dim=dim, head_dim_v=dim)
         return native.kernel_of(call, asked, hopper.limits).rows
-    assert tile() == rows and tile(batch_invariant=True) == 128 and tile(3 * heads) == 128, "three heads: not in boxes, so not in larger tiles"
+    assert tile() == rows and tile(batch_invariant=True) == 128 and tile(48 * heads) == 128, "48 heads: not in boxes, so not in larger tiles"
+
+
+@pytest.mark.parametrize("batch, tokens, group, cache, tiles", [
+    (64, 4, 8, None, True), (64, 4, 4, None, False), (64, 4, 4, torch.float8_e4m3fn, True), (2, 4, 4, torch.float8_e4m3fn, False), (64, 1, 8, None, False),
+    (64, 1, 16, torch.float8_e4m3fn, True), (64, 1, 8, torch.float8_e5m2, True), (64, 4, 8, torch.float8_e4m3fnuz, False),
+])
+def test_few_rows_are_tiles_where_that_is_faster(hopper, batch, tokens, group, cache, tiles):
+    """More rows than decode reads keys for at a time, of enough sequences; of 8 bits few. Under batch_invariant never: the other sequences must decide nothing."""
+    hopper.limits = hopper.limits._replace(sms=132)
+    def kernel(**more):
+        k = torch.zeros(1, 16, 1, 128, dtype=cache or torch.bfloat16).expand(batch, 16, 8, 128)
+        q = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16).expand(batch, tokens, 8 * group, 128)
+        lens = torch.ones(batch, dtype=torch.int32)
+        call = Call(q, k, k, 1.0, causal=True, max_seqlen_q=tokens, max_seqlen_k=16, kv_lens=lens, block_table=lens[:, None], **more)
+        asked = problem(q_len="decode" if tokens == 1 else "extend", num_heads_q=8 * group, num_heads_kv=8, kv_dtype=str(k.dtype)[6:], head_dim=128, head_dim_v=128)
+        return native.kernel_of(call, asked, hopper.limits).instance.kernel
+    assert (kernel() == "prefill_sm90") == tiles and kernel(batch_invariant=True) != "prefill_sm90"
 
 
 def test_a_mixed_batch_that_asks_for_more_is_computed_one_launch_after_the_other(hopper):
