@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib
+import io
 import os
 import sys
 from typing import Callable
@@ -76,9 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.command is None:
         ap.print_help()
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a device's name may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = int(_run(args.command)(argv[1:]) or 0)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed: portattn doctor >&-
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The command itself: what it lists, what it imports, and its exit codes."""
 
+import os
 import subprocess
 import sys
 
@@ -68,6 +69,20 @@ def test_a_reader_that_leaves_makes_no_traceback():
     child.stdout.close()
     assert child.stderr.read() == ""
     assert child.wait(timeout=60) == 0
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped_and_no_traceback():
+    """A path of the user's in an encoding that cannot say it, as in a pipe on Windows."""
+    command = [sys.executable, "-m", "portattn", "doctor", "--no-checks"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PORTATTN_CACHE": os.path.join(os.sep, "none", "\u00fc")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert "\\xfc" in done.stdout and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="platform: no sh")
+def test_a_closed_output_makes_no_traceback():
+    done = subprocess.run(["sh", "-c", '"$0" -m portattn matrix >&-', sys.executable], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_tune_is_there_when_a_backend_has_a_tuner(tmp_path, monkeypatch, capsys):
