@@ -210,7 +210,7 @@ def look(imports: Imports | None = None) -> World:
         try:
             torch.cuda.init()
         except Exception as exc:
-            error = str(exc).splitlines()[0]
+            error = (str(exc).splitlines() or [type(exc).__name__])[0]
     pins = guarded(lambda: importlib.metadata.requires("torch"), None) or ()
     pin = next((m[1] for r in pins if (m := re.match(r"(?:pytorch-)?triton(?:-rocm)?\s*\(?==\s*([\d.]+)", r))), "")
     return World(

@@ -127,3 +127,11 @@ def test_looking_survives_every_question_that_raises(monkeypatch):
     world = survey.look()
     assert world.torch == torch.__version__
     assert [d.kind for d in world.devices] == ["cpu"]
+
+
+def test_what_torch_says_without_a_gpu_is_kept_were_it_no_word(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for raised, said in ((AssertionError(), "AssertionError"), (RuntimeError("no driver\nmore"), "no driver")):
+        monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(raised))
+        assert survey.look(survey.Imports({})).cuda_error == said
