@@ -204,7 +204,7 @@ def load(folder: str | os.PathLike[str]) -> Manifest:
             data = yaml.load(f, Loader=loader)
     except OSError as exc:
         raise ManifestError(f"{file}: cannot be read: {exc.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # ValueError: not UTF-8, or a date that the calendar lacks
         raise ManifestError(f"{file}: not YAML: {' '.join(str(exc).split())}") from None
     manifest = parse(data, file)
     if manifest.name != os.path.basename(os.path.normpath(folder)):

@@ -55,7 +55,7 @@ def test_a_fault_names_file_path_and_nearest_key(data, text):
 def test_a_file_that_cannot_be_read_or_is_not_yaml(tmp_path):
     with pytest.raises(manifest.ManifestError, match="cannot be read"):
         manifest.load(tmp_path)
-    for content in (b"a: [", bytes(range(256)), "schema: 1".encode("utf-16")):
+    for content in (b"a: [", bytes(range(256)), "schema: 1".encode("utf-16"), b"date: 2026-13-45"):
         (tmp_path / "backend.yaml").write_bytes(content)
         with pytest.raises(manifest.ManifestError, match="not YAML"):
             manifest.load(tmp_path)
