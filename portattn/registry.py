@@ -226,6 +226,7 @@ def _known() -> dict[str, _Entry]:
 def _discover() -> None:
     from . import backends
 
+    _found.clear()  # what an interrupted discovery found, or that of another thread of a forked child's parent
     for root in backends.__path__:
         for name in sorted(os.listdir(root)) if os.path.isdir(root) else ():
             folder = os.path.join(root, name)

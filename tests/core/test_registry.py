@@ -348,6 +348,32 @@ def test_another_packages_broken_entry_points_hide_no_backend(tmp_path, text):
     assert done.returncode == 0 and {"sdpa", "plugged"} <= set(done.stdout.split()), done.stderr
 
 
+def test_a_discovery_that_was_interrupted_begins_anew(tmp_path):
+    for name, body in (("good", ""), ("slow", "import os\nif os.environ.pop('STOP', ''): raise KeyboardInterrupt\n")):
+        (tmp_path / name / "backend").mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text(body)
+        (tmp_path / name / "backend" / "__init__.py").write_text("")
+    manifest = "{schema: 1, name: backend, title: b, priority: 1, capabilities: [{id: a, layouts: [dense], dtypes: [float32]}]}"
+    (tmp_path / "good" / "backend" / "backend.yaml").write_text(manifest)
+    info = tmp_path / "both-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: both\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[portattn.backends]\nfirst = good.backend\nsecond = slow.backend\n")
+    code = """
+        import torch, portattn
+        try:
+            portattn.backends()
+            raise SystemExit("not interrupted")
+        except KeyboardInterrupt:
+            print(*portattn.backends())
+    """
+    path = os.pathsep.join((str(tmp_path), os.path.dirname(os.path.dirname(portattn.__file__))))
+    env = os.environ | {"PYTHONPATH": path, "STOP": "1"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"sdpa", "first", "second"} <= set(done.stdout.split()) and "(plugin)" not in done.stdout, done.stdout
+
+
 def test_names_are_unique_and_unregistering_an_unknown_one_is_an_error():
     with toy():
         with pytest.raises(portattn.ArgumentError, match="exists already"):
