@@ -2,7 +2,7 @@
 
 1. Make a folder `NAME` with `backend.yaml` (the manifest: what it can do; portattn/manifest.py documents the
    keys) and `__init__.py` (the adapter: the functions below). Out of tree, name the folder's module in the
-   entry-point group `portattn.backends` instead.
+   entry-point group `portattn.backends` instead: `NAME = "module"`.
 2. Write the adapter. It is imported at the first call that may use it, never by `import portattn`:
 
        def probe(device: torch.device) -> tuple[Reason, ...]: ...

@@ -263,7 +263,12 @@ def _entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
 
 def _add(name: str, folder: str, module: str | ModuleType) -> None:
     try:
-        _found[name] = _Entry(manifests_module.load(folder), module)
+        found = manifests_module.load(folder)
+        if found.name != name:  # verdicts and records go by the manifest's
+            reason = Reason("name", f"an entry point named {found.name!r}, as its manifest", repr(name), "rename the entry point")
+            _found[name] = _broken(name, reason)
+        else:
+            _found[name] = _Entry(found, module)
     except ManifestError as exc:
         _found[name] = _broken(name, Reason("manifest", "a valid backend.yaml", str(exc), "mend the file"))
 

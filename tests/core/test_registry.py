@@ -348,6 +348,21 @@ def test_another_packages_broken_entry_points_hide_no_backend(tmp_path, text):
     assert done.returncode == 0 and {"sdpa", "plugged"} <= set(done.stdout.split()), done.stderr
 
 
+def test_an_entry_point_is_named_as_its_manifest(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "backend.yaml").write_text(
+        "{schema: 1, name: own, title: o, priority: 1, capabilities: [{id: a, layouts: [dense], dtypes: [float32]}]}")
+    for name in ("own", "other"):
+        registry._add(name, str(tmp_path / "own"), "own")
+    try:
+        assert portattn.backends()["own"].level == "ready"
+        status = portattn.backends()["other"]
+        assert status.level == "broken" and status.reasons[0].code == "name" and "'own'" in status.reasons[0].need
+    finally:
+        registry.unregister("own")
+        registry.unregister("other")
+
+
 def test_a_discovery_that_was_interrupted_begins_anew(tmp_path):
     for name, body in (("good", ""), ("slow", "import os\nif os.environ.pop('STOP', ''): raise KeyboardInterrupt\n")):
         (tmp_path / name / "backend").mkdir(parents=True)
@@ -358,7 +373,7 @@ def test_a_discovery_that_was_interrupted_begins_anew(tmp_path):
     info = tmp_path / "both-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: both\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[portattn.backends]\nfirst = good.backend\nsecond = slow.backend\n")
+    (info / "entry_points.txt").write_text("[portattn.backends]\nbackend = good.backend\nsecond = slow.backend\n")
     code = """
         import torch, portattn
         try:
@@ -371,7 +386,7 @@ def test_a_discovery_that_was_interrupted_begins_anew(tmp_path):
     env = os.environ | {"PYTHONPATH": path, "STOP": "1"}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {"sdpa", "first", "second"} <= set(done.stdout.split()) and "(plugin)" not in done.stdout, done.stdout
+    assert {"sdpa", "backend", "second"} <= set(done.stdout.split()) and "(plugin)" not in done.stdout, done.stdout
 
 
 def test_names_are_unique_and_unregistering_an_unknown_one_is_an_error():
