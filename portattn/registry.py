@@ -92,10 +92,16 @@ class _Entry:
         self.manifest, self.module, self.error = manifest, module, error
         self.adapter: Any = None if isinstance(module, str) else module
         self.probed: dict[tuple[str, int | None], tuple[Reason, ...]] = {}
+        self._static: tuple[Reason, ...] | None = None
 
-    @functools.cached_property
+    @property
     def static(self) -> tuple[Reason, ...]:
         """Reasons that need no device: build of torch, packages, platform."""
+        if self._static is None:  # no cached_property: before Python 3.12 it holds a lock, which a forked child may find held
+            self._static = self._ask_static()
+        return self._static
+
+    def _ask_static(self) -> tuple[Reason, ...]:
         if self.error:
             return (self.error,)
         need, no = self.manifest.requires, []

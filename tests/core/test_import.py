@@ -91,6 +91,30 @@ def test_no_lock_is_held_in_a_forked_child():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_child_forked_while_another_thread_asks_for_statuses_has_them():
+    run("""
+        import os, signal, threading, torch, portattn
+        from portattn import registry
+        asked, done, installed = threading.Event(), threading.Event(), registry._installed_version
+        def slow(package):
+            asked.set()
+            done.wait()
+            return installed(package)
+        registry._installed_version = slow
+        threading.Thread(target=portattn.backends, daemon=True).start()
+        assert asked.wait(30)
+        registry._installed_version = installed
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            os._exit(0 if portattn.backends()["sdpa"].level == "ready" else 1)
+        status = os.waitpid(pid, 0)[1]
+        done.set()
+        assert status == 0, status
+    """)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_child_forked_after_import_computes():
     run("""
         import os, torch, portattn
