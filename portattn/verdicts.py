@@ -8,6 +8,8 @@ process: it is announced on disk before it runs, so that the next process finds 
 
 from __future__ import annotations
 
+import functools
+import glob
 import hashlib
 import json
 import math
@@ -24,6 +26,7 @@ from .capability import Reason
 from .device import facts, without_autocast
 from .problem import Call, Problem
 
+_HERE = os.path.dirname(os.path.abspath(__file__))
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}  # of values of order 1: far above rounding, far below a fault
 
 
@@ -49,6 +52,7 @@ def all_verdicts() -> list[Verdict]:
 
 def forget() -> None:
     _verdicts.clear()
+    _identities.clear()
 
 
 def quarantined(backend: str) -> list[Reason]:
@@ -163,11 +167,21 @@ def _alive(pid: int) -> bool:
 _identities: dict[str, str] = {}
 
 
+@functools.lru_cache(maxsize=None)
+def _modules(folder: str) -> bytes:
+    """A hash of portattn's own modules: native.py packs and launches what a backend's folder does not hold."""
+    digest = hashlib.sha256()
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))):
+        with open(path, "rb") as f:
+            digest.update(f.read())
+    return digest.digest()
+
+
 def _identity(bound: Any) -> str:
-    """A hash of the backend's own files, and what else its adapter says that a verdict depends on."""
+    """A hash of portattn's modules and the backend's own files, and what else its adapter says that a verdict depends on."""
     known = _identities.get(bound.backend)
     if known is None:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(_modules(_HERE))
         for folder in getattr(bound.adapter, "__path__", ()):
             for name in sorted(os.listdir(folder)):
                 path = os.path.join(folder, name)

@@ -498,6 +498,17 @@ def test_the_verdict_is_kept_on_disk_and_spares_the_next_process_the_check(qkv):
         assert [v.stored for v in registry.known_answers() if v.backend == "toy"] == [True]
 
 
+def test_a_verdict_of_another_portattn_is_none(qkv, monkeypatch, tmp_path):
+    """What an earlier version's packing of arguments did wrong, a later one may do right."""
+    with toy() as calls:
+        for _ in range(2):
+            portattn.attention(*qkv)
+            registry.forget()
+            (tmp_path / "native.py").write_text("# mended")
+            monkeypatch.setattr(verdicts, "_HERE", str(tmp_path))
+        assert len(calls) == 6, "two runs of the known answer and one call, twice"
+
+
 def test_a_process_that_died_in_the_check_quarantines_for_the_next_one(tmp_path):
     code = """
         import os, sys, torch
