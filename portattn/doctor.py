@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from typing import Any, Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from . import config
 from .findings import Finding, examine, fp8_formats, worst_first
 from .survey import Device, Imports, guarded, look
 
-CHECK_LIMIT_S = 60.0  # the longest that a child may compute, compilation included
+CHECK_LIMIT_S = 60.0  # the longest that a job may take in a child, its start and compilation included
 DTYPES = ("float32", "float16", "bfloat16")
 CALLS: dict[str, dict[str, Any]] = {  # kinds of call, as fields of a Problem with heads 32/8 and head_dim 128
     "dense": dict(layout="dense", causal=True),
@@ -209,25 +210,41 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
 def _in_children(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Runs jobs in a child process; one that dies or hangs is a result too, and the rest go to a new child."""
     while jobs:
-        done = []
+        done = 0
         try:
             child = _child(["-m", "portattn.doctor", json.dumps(jobs)])
-            out = child.communicate(timeout=CHECK_LIMIT_S)[0]
-            ended = f"ended the process, code {child.returncode}"
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out = child.communicate()[0]
-            ended = f"not finished after {CHECK_LIMIT_S:.0f} s"
         except OSError as exc:
-            out, ended = "", f"cannot start a child process: {exc}"
-        for line in out.splitlines():
-            if (result := guarded(lambda: json.loads(line), None)) and isinstance(result, dict):
-                done.append(result)
-        yield from done
-        jobs = jobs[len(done):]
-        if jobs:
-            yield {**jobs[0], "error": None, "seconds": None, "ok": False, "detail": ended, "fix": ""}
-            jobs = jobs[1:]
+            ended = f"cannot start a child process: {exc}"
+        else:
+            late = threading.Event()
+            for line in _lines(child, late):
+                if (result := guarded(lambda: json.loads(line), None)) and isinstance(result, dict):
+                    done += 1
+                    yield result
+            ended = f"not finished after {CHECK_LIMIT_S:.0f} s" if late.is_set() else f"ended the process, code {child.wait()}"
+        if done < len(jobs):
+            yield {**jobs[done], "error": None, "seconds": None, "ok": False, "detail": ended, "fix": ""}
+        jobs = jobs[done + 1:]
+
+
+def _lines(child: subprocess.Popen, late: threading.Event) -> Iterator[str]:
+    """What a child prints, line by line; one that lets a line wait longer than CHECK_LIMIT_S is ended, and is `late`."""
+
+    def end() -> None:
+        late.set()
+        child.kill()
+
+    with child:
+        while True:
+            timer = threading.Timer(CHECK_LIMIT_S, end)
+            timer.start()
+            try:
+                line = child.stdout.readline()
+            finally:
+                timer.cancel()
+            if not line:
+                return
+            yield line
 
 
 def _child(args: list[str]) -> subprocess.Popen:

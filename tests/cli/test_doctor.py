@@ -128,6 +128,22 @@ def test_a_backend_that_hangs_is_a_failed_check(monkeypatch):
     assert not found["ok"] and "not finished" in found["detail"]
 
 
+def test_many_jobs_may_take_longer_together_than_one(monkeypatch):
+    """Eight GPUs whose kernels are compiled: minutes in which nothing hangs."""
+    code = (
+        "import json, sys, time\n"
+        "for job in json.loads(sys.argv[-1]):\n    time.sleep(0.7)\n"
+        "    print(json.dumps({**job, 'ok': True, 'error': 0.0, 'seconds': 1.0, 'detail': ''}), flush=True)\n"
+    )
+    monkeypatch.setattr(doctor, "CHECK_LIMIT_S", 2.0)
+    monkeypatch.setattr(
+        doctor, "_child", lambda args: subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+    )
+    jobs = [{"backend": "b", "device": f"cuda:{i}", "call": "dense", "dtype": "float16"} for i in range(4)]
+    found = list(doctor._in_children(jobs))
+    assert [(c["device"], c["ok"]) for c in found] == [(job["device"], True) for job in jobs]
+
+
 def test_a_family_that_ended_an_earlier_process_is_told_and_not_run_again(monkeypatch):
     job = {"backend": "sdpa", "device": "cpu", "call": "dense", "dtype": "float32"}
     assert doctor.compute(job)["ok"]
