@@ -54,9 +54,12 @@ class NativeBackend:
         return tuple(said)
 
     def selftest(self, device) -> tuple[str, ...]:
-        """What the self-test of warp.h's primitives finds wrong on a device; once a process."""
-        from . import selftest  # needs NumPy, which calls do not
-
+        """What the self-test of warp.h's primitives finds wrong on a device; once a process. It needs NumPy, which calls do not."""
+        try:
+            from . import selftest
+        except ImportError as exc:
+            codeobjects.note("selftest", f"the self-test of warp.h was left out: {exc}", "pip install numpy")
+            return ()
         if device.index not in self._tested:
             self._tested[device.index] = tuple(selftest.on_device(self.device(device.index)))
         return self._tested[device.index]

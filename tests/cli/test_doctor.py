@@ -12,10 +12,12 @@ import types
 import pytest
 import torch
 
+import portattn
 from portattn import cli, codeobjects, doctor, matrix, registry, survey, verdicts
 from portattn.capability import Capability
 from portattn.findings import Finding
 from portattn.manifest import Manifest
+from portattn.native_backend import NativeBackend
 from portattn.survey import Imports, World
 
 
@@ -383,3 +385,14 @@ def test_a_backends_own_self_test_speaks_before_its_result(monkeypatch):
     monkeypatch.setattr(registry, "bind", bound)
     found = doctor.compute({"backend": "sdpa", "device": "cpu", "call": "dense", "dtype": "float32"})
     assert not found["ok"] and "self-test of warp.h: ballot: thread 3" in found["detail"]
+
+
+def test_without_numpy_kernels_are_checked_but_for_the_self_test_of_their_primitives(monkeypatch):
+    """torch does not require NumPy."""
+    monkeypatch.setattr(codeobjects, "_notes", {})
+    monkeypatch.delattr(portattn, "selftest", raising=False)
+    monkeypatch.delitem(sys.modules, "portattn.selftest", raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert NativeBackend("cuda", lambda index: pytest.fail("no device is needed")).selftest(torch.device("cuda", 0)) == ()
+    (finding,) = doctor._of_kernels([])
+    assert finding.level == "warning" and "numpy" in finding.text and finding.fix == "pip install numpy"
