@@ -37,7 +37,7 @@ def _tunable() -> dict[str, str]:
     """Backends with a module `tune`: {name: module}. Asks the file system only, so that --help imports no adapter."""
     from . import backends
 
-    files = (file for root in backends.__path__ for file in glob.glob(os.path.join(root, "*", "tune.py")))
+    files = (file for root in backends.__path__ for file in glob.glob(os.path.join(glob.escape(root), "*", "tune.py")))
     names = sorted(os.path.basename(os.path.dirname(file)) for file in files)
     return {name: f"portattn.backends.{name}.tune" for name in names}
 

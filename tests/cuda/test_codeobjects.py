@@ -11,8 +11,9 @@ import threading
 import time
 
 import pytest
+import torch
 
-from portattn import codeobjects, native
+from portattn import codeobjects, native, rtc
 from portattn.capability import Reason
 from portattn.codeobjects import Instance
 from portattn.errors import KernelError
@@ -200,6 +201,18 @@ def test_without_compiler_and_prebuilt_objects_the_error_says_both(compiler, mon
     with pytest.raises(KernelError, match="no code for decode-bf16-d64 on sm_90: compiler: need a prebuilt code object, or NVRTC"):
         get()
     assert codeobjects.available("cuda", "sm_90")[0].code == "compiler"
+
+
+def test_libraries_of_wheels_are_found_where_a_folders_name_looks_like_a_pattern(monkeypatch, tmp_path):
+    site = tmp_path / "site [3.11]"
+    wanted = [site / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13", site / "_rocm_sdk_core" / "lib" / "libhiprtc.so.7"]
+    for file in wanted:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", "7.1", raising=False)
+    assert [str(file) for file in wanted if str(file) in rtc.nvrtc_candidates() + rtc.hiprtc_candidates()] == list(map(str, wanted))
 
 
 # ------------------------------------------------------------------ NVRTC itself: needs no GPU
