@@ -16,6 +16,7 @@ from typing import Any, Callable, NamedTuple
 from . import forks
 from .codeobjects import Instance, code_object
 from .errors import KernelError
+from .rtc import mapped
 
 
 class Vendor(NamedTuple):
@@ -102,7 +103,7 @@ class Driver:
 
     def __init__(self, vendor: Vendor, library: str | None = None):
         self.vendor = vendor
-        self.lib = self._open((library,) if library else _mapped(vendor) + vendor.libraries)
+        self.lib = open_library(vendor, library)
         self._symbols: dict[str, Any] = {}
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._functions: dict[tuple[int, Instance], Function] = {}
@@ -114,15 +115,6 @@ class Driver:
             self.launch_ex = self._symbol(vendor.launch_ex, v, v, v, v)
         self.encode_map = getattr(self.lib, vendor.tensor_map, None) if vendor.tensor_map else None  # CUDA 12 on
         self.call(vendor.init, ctypes.c_uint(0))
-
-    def _open(self, names: tuple[str, ...]) -> ctypes.CDLL:
-        tried = []
-        for name in names:
-            try:
-                return ctypes.CDLL(name)
-            except OSError as exc:
-                tried.append(f"{name}: {exc}")
-        raise KernelError(f"no {self.vendor.name} driver: " + "; ".join(tried))
 
     def _symbol(self, name: str, *argtypes: Any) -> Any:
         try:
@@ -232,17 +224,27 @@ class Driver:
         return number.value if status.value == 1 else 0
 
 
+def open_library(vendor: Vendor, path: str | None = None) -> ctypes.CDLL:
+    """A vendor's driver library: torch's copy of the HIP runtime where it has one, as a second one in a process misbehaves.
+
+    Each call gives an object of its own, with types of arguments of its own. Raises KernelError where there is none.
+    """
+    tried = []
+    for name in (path,) if path else _mapped(vendor) + vendor.libraries:
+        try:
+            return ctypes.CDLL(name)
+        except OSError as exc:
+            tried.append(f"{name}: {exc}")
+    raise KernelError(f"no {vendor.name} driver: " + "; ".join(tried))
+
+
 def _mapped(vendor: Vendor) -> tuple[str, ...]:
-    """The HIP runtime that torch has mapped: a second one in a process misbehaves."""
-    if vendor.name == "hip" and sys.platform == "win32":
+    """The HIP runtime that torch has mapped."""
+    if vendor.name != "hip":
+        return ()
+    if sys.platform == "win32":
         return tuple(name for name in vendor.libraries if ctypes.windll.kernel32.GetModuleHandleW(name))
-    if vendor.name != "hip" or not sys.platform.startswith("linux"):
-        return ()
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as f:
-            return tuple(sorted({line.split(None, 5)[5].strip() for line in f if "libamdhip64.so" in line}))
-    except (OSError, IndexError):
-        return ()
+    return tuple(mapped("libamdhip64.so"))
 
 
 class Function:
@@ -311,4 +313,4 @@ def driver(vendor: str) -> Driver:
 
 forks.in_child(_driver.cache_clear)  # handles of the parent mean nothing there; a fork before the first call loses nothing
 
-__all__ = ["CUDA", "Driver", "Function", "HIP", "LaunchConfig", "VENDORS", "Vendor", "driver"]
+__all__ = ["CUDA", "Driver", "Function", "HIP", "LaunchConfig", "VENDORS", "Vendor", "driver", "open_library"]

@@ -136,6 +136,15 @@ class Hiprtc(Compiler):
         return "Code"
 
 
+def mapped(name: str) -> list[str]:
+    """Paths of the libraries with this in their name that the process has loaded, where the system tells (Linux)."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as f:
+            return sorted({line.split(None, 5)[5].strip() for line in f if name in line})
+    except (OSError, IndexError):
+        return []
+
+
 def nvrtc_candidates() -> list[str]:
     """Libraries to try, the one that belongs to the running torch first."""
     import torch
@@ -161,16 +170,10 @@ def hiprtc_candidates() -> list[str]:
     if os.name == "nt":
         names = [f"hiprtc{int(release[0]):02}{int(release[1]):02}.dll"] if len(release) > 1 and release[1].isdigit() else []
         return [os.path.join(beside, n) for n in names] + names
-    mapped: list[str] = []
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as f:
-            mapped = sorted({line.split(None, 5)[5].strip() for line in f if "libhiprtc.so" in line})
-    except (OSError, IndexError):
-        pass
     majors = [int(release[0])] if release[0].isdigit() else list(ROCM)
     bundled = [os.path.join(beside, "libhiprtc.so")] + [
         p for root in sys.path for m in majors for p in sorted(glob.glob(os.path.join(glob.escape(root) or ".", "_rocm_sdk_core", "lib", f"libhiprtc.so.{m}")))]
-    return mapped + [p for p in bundled if os.path.exists(p)] + [f"libhiprtc.so.{m}" for m in majors] + ["libhiprtc.so"]
+    return mapped("libhiprtc.so") + [p for p in bundled if os.path.exists(p)] + [f"libhiprtc.so.{m}" for m in majors] + ["libhiprtc.so"]
 
 
 def _first(kind: type[Compiler], candidates: list[str], fix: str) -> Compiler | Reason:
@@ -195,4 +198,4 @@ def hiprtc() -> Compiler | Reason:
     return _first(Hiprtc, hiprtc_candidates(), "build the objects: cmake -S cmake --preset hip, or install ROCm's hiprtc")
 
 
-__all__ = ["Compiler", "Hiprtc", "Nvrtc", "hiprtc", "hiprtc_candidates", "nvrtc", "nvrtc_candidates"]
+__all__ = ["Compiler", "Hiprtc", "Nvrtc", "hiprtc", "hiprtc_candidates", "mapped", "nvrtc", "nvrtc_candidates"]

@@ -18,6 +18,8 @@ import torch
 import triton
 
 from portattn import forks
+from portattn.driver import CUDA, HIP, open_library
+from portattn.errors import KernelError
 from portattn.tensor_map import KINDS, TensorMap
 
 POINTER = {
@@ -79,9 +81,7 @@ class _Driver:
 
     def __init__(self):
         hip = bool(getattr(torch.version, "hip", None))
-        windows = os.name == "nt"
-        name = ("amdhip64.dll" if windows else "libamdhip64.so") if hip else ("nvcuda.dll" if windows else "libcuda.so.1")
-        library = ctypes.CDLL(name)
+        library = open_library(HIP if hip else CUDA)
         self.launch = library.hipModuleLaunchKernel if hip else library.cuLaunchKernel
         self.launch.restype = ctypes.c_int
         self.encode = None if hip else getattr(library, "cuTensorMapEncodeTiled", None)
@@ -102,7 +102,7 @@ def driver() -> _Driver | None:
     if _driver is None:
         try:
             _driver = _Driver()
-        except (OSError, AttributeError):
+        except (KernelError, AttributeError):
             _driver = False
     return _driver or None
 
@@ -245,8 +245,6 @@ class Launch:
             self.launch_ex = None
             error = self._enqueue(stream, changing)
         if error:
-            from portattn.errors import KernelError
-
             raise KernelError(f"triton kernel {self.spec.name}: the driver refused to launch {self.grid} programs, error {error}")
 
     def _through_triton(self, changing: tuple) -> None:

@@ -7,6 +7,7 @@ import random
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,29 @@ def test_a_launch_that_fails_is_a_kernel_error(monkeypatch):
 
     with pytest.raises(KernelError, match="error 700"):
         launched(monkeypatch, Driver())
+
+
+def test_the_hip_runtime_that_torch_has_loaded_is_the_one_that_launches(monkeypatch):
+    from portattn.backends.triton import launch
+
+    from portattn import driver
+
+    opened, hip = [], SimpleNamespace(hipModuleLaunchKernel=SimpleNamespace())
+
+    def load(name):
+        opened.append(name)
+        if name.endswith(".so"):
+            raise OSError(name)
+        return hip
+
+    monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(driver, "mapped", lambda name: ["/torch/lib/libamdhip64.so.6"])
+    assert launch._Driver().launch is hip.hipModuleLaunchKernel and opened == ["/torch/lib/libamdhip64.so.6"]
+    opened.clear()
+    monkeypatch.setattr(driver, "mapped", lambda name: [])
+    launch._Driver()
+    assert opened == ["libamdhip64.so", "libamdhip64.so.7"], "a system that has numbered names only"
 
 
 def test_a_missing_or_broken_triton_is_a_reason():
