@@ -4,13 +4,15 @@ import json
 import pathlib
 
 import pytest
+import yaml
 
 from portattn import cli, matrix, registry
 from portattn.capability import Arch, Capability, Range
 from portattn.manifest import Manifest, ManifestError
 from portattn.problem import FEATURES
 
-README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 DECODE = Capability(
     "decode", ("paged",), ("float16", "bfloat16"), devices=("cuda",), arch=Arch("sm", 80), features=("causal", "lse")
 )
@@ -75,6 +77,21 @@ def test_an_unknown_backend_is_wrong_usage(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["matrix", "--backend", "cdua"])
     assert exit.value.code == 2 and "wanted one of cuda" in capsys.readouterr().err
+
+
+def test_the_workflow_brings_a_compiler_for_every_lanes_preset():
+    """Runners have no nvcc, and clang of another age."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    steps = workflow["jobs"]["lane"]["steps"]
+    build = next(i for i, step in enumerate(steps) if "cmake --workflow" in step.get("run", "") and step["if"] == "matrix.preset")
+    for kind in {job["preset"].split("-")[0] for job in matrix.jobs(registry.manifests())["include"] if "preset" in job}:
+        assert any(f"startsWith(matrix.preset, '{kind}')" in step.get("if", "") and "install" in step["run"] for step in steps[:build]), kind
+
+
+def test_machines_of_a_vendor_have_one_label_and_lanes_the_tested_torch():
+    include = matrix.jobs(registry.manifests())["include"]
+    assert {tuple(job["runner"]) for job in include if "self-hosted" in job["runner"]} == {("self-hosted", "nvidia"), ("self-hosted", "rocm")}
+    assert f"torch=={matrix.LANE['torch']}" in (ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 # ------------------------------------------------------------------ the support table
