@@ -25,7 +25,7 @@ def triton_without_gpu(monkeypatch):
     def fake(launches: list) -> None:
         import torch
 
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", minversion="3.4")
         from portattn.backends.triton import calls, schedule
 
         class Launch:

@@ -100,6 +100,12 @@ def test_make_without_the_named_python_says_so():
     assert done.returncode != 0 and "there is no /nowhere/python3 here" in done.stderr
 
 
+def test_the_tests_extra_asks_for_no_triton_that_an_old_torch_forbids():
+    """torch 2.6 of PyPI wants triton 3.2.0: with another in the extra, no set of versions fits the lane of the oldest torch."""
+    [line] = re.findall(r'^ +"(triton.*)",', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.fullmatch(r"triton *;.*", line), line
+
+
 @pytest.mark.build
 def test_without_an_index_the_setup_ends_in_one_sentence(clone):
     done = run_setup(clone, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")  # nothing listens there

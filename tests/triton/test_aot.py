@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.4")
 from portattn.backends.triton import schedule  # noqa: E402
 from portattn.backends.triton.launch import compiled, interpreting  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 from portattn.backends.triton import calls  # noqa: E402
 
 from portattn.backends import triton as adapter  # noqa: E402

@@ -17,7 +17,7 @@ import torch
 
 from portattn import reference
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.4")
 
 from portattn.backends.triton import schedule  # noqa: E402
 from portattn.backends.triton.launch import interpreting  # noqa: E402

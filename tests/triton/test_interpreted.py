@@ -14,7 +14,7 @@ import warnings
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.4")
 tl = pytest.importorskip("triton.language")
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 
 from portattn.backends.triton import schedule  # noqa: E402
 from portattn.backends.triton.schedule import Config  # noqa: E402
