@@ -26,7 +26,7 @@ import torch
 from . import config, forks, verdicts
 from . import manifest as manifests_module
 from .capability import Capability, Reason, unmet
-from .device import capturing, facts, vendor
+from .device import _facts, capturing, vendor
 from .errors import ArgumentError, ArgumentTypeError, NoBackendError
 from .manifest import Manifest, ManifestError
 from .problem import Problem
@@ -524,7 +524,7 @@ def bind(problem: Problem, device: torch.device, backend: str | None = None, sco
             able = [n for n, reasons in others.items() if not reasons]
         else:
             others, able = {}, []
-    raise NoBackendError(_no_backend_text(problem, said, names, {**rejected}, able), problem, rejected)
+    raise NoBackendError(_no_backend_text(problem, said, names, rejected, able), problem, rejected)
 
 
 def _reasons(name: str, problem: Problem, device: torch.device, scores: int) -> tuple[Reason, ...]:
@@ -597,17 +597,8 @@ def forget() -> None:
         for entry in _known().values():
             entry.probed.clear()
         verdicts.forget()
-        facts.__globals__["_facts"].cache_clear()
+        _facts.cache_clear()
         _changed()
-
-
-def self_check(name: str, device: torch.device | str, dtype: str = "float32") -> tuple[float, float]:
-    """Runs a tiny known-answer dense problem on a backend now: (largest error, seconds of the second run).
-
-    Raises NoBackendError if the backend declines it, and whatever the backend raises.
-    """
-    device = _indexed(torch.device(device))
-    return verdicts.measure(bind(verdicts.tiny_problem(device, dtype), device, name, check=False), device)
 
 
 def known_answers() -> list[verdicts.Verdict]:

@@ -198,12 +198,6 @@ def _identity(bound: Any) -> str:
 
 
 # ------------------------------------------------------------------ the tiny problems
-def tiny_problem(device: torch.device, dtype: str) -> Problem:
-    """A dense causal problem that most backends take."""
-    where = facts(device)
-    return Problem("dense", where.device, where.arch, dtype, dtype, 4, 2, 64, 64, causal=True)
-
-
 def measure(bound: Any, device: torch.device) -> tuple[float, float]:
     """(largest error against the float64 reference, seconds of a second run) of a tiny problem of the bound kind."""
     from torch.utils._python_dispatch import _disable_current_modes
@@ -332,4 +326,4 @@ def _merge(bound: Any, device: torch.device):
     return run, want
 
 
-__all__ = ["Verdict", "all_verdicts", "first_use", "forget", "measure", "quarantined", "tiny_problem"]
+__all__ = ["Verdict", "all_verdicts", "first_use", "forget", "measure", "quarantined"]

@@ -183,10 +183,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return quantize(x.masked_fill(x.isinf(), float("nan")), dtype)
 
 
-def to_device(x: Tensor, device: str) -> Tensor:
-    return x.to(device)
-
-
 def build(case: Case, device: str = "cpu") -> Call:
     """The call of a case, its tensors on `device`."""
     return {"dense": _dense, "varlen": _varlen, "paged": _paged}[case.layout](case, Draw(str(case), device))

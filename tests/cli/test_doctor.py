@@ -68,13 +68,6 @@ def test_a_real_report_is_json_and_finds_a_working_backend():
     assert all(line["backend"] for line in found["choices"] if line["device"] == "cpu")
 
 
-def test_it_takes_less_than_three_seconds_beyond_torch_without_a_gpu():
-    found = doctor.report(imports=Imports({}))  # children for other packages run beside it and have a limit of their own
-    if any(d["kind"] != "cpu" for d in found["devices"]) or any(b["name"] == "cpu" for b in found["backends"]):
-        pytest.skip("this machine also has devices or native kernels to compute on")
-    assert found["seconds"] < 3.0
-
-
 def test_the_command_prints_json_and_exits_zero_when_well():
     done = subprocess.run(
         [sys.executable, "-m", "portattn", "doctor", "--json", "--no-checks"], capture_output=True, text=True, timeout=120

@@ -14,8 +14,6 @@ from toys import toy, toy_manifest
 import portattn
 from portattn import ArgumentError, ArgumentTypeError, NoBackendError, api, recent, reference
 
-SCALES = torch.ones(2)
-
 
 def dense(**changed):
     kw = dict(q=torch.randn(2, 5, 4, 8), k=torch.randn(2, 9, 2, 8), v=torch.randn(2, 9, 2, 8)) | changed
