@@ -128,11 +128,13 @@ def evidence(m: Manifest, c: Capability) -> str:
     for record in m.verified:
         if _speaks_for(c, str(record.get("arch") or record.get("device", ""))):  # MPS and XPU have no arch
             found.setdefault(str(record.get("how", "run")), []).append(_record(record))
-    for lane in m.ci:
-        kind = {"emulate": "emulated", "compile": "compiles"}.get(str(lane.get("lane")))
-        if kind and (not lane.get("arch") or any(_speaks_for(c, str(a)) for a in _listed(lane["arch"]))):
-            archs = ", ".join(str(a) for a in _listed(lane.get("arch", [])) if _speaks_for(c, str(a)))
-            found[kind].append(f"in CI{f' for {archs}' if archs else ''}")
+    for kind, name in (("emulated", "emulate"), ("compiles", "compile")):
+        lanes = [_listed(lane.get("arch", [])) for lane in m.ci if lane.get("lane") == name]
+        archs = dict.fromkeys(str(arch) for lane in lanes for arch in lane if _speaks_for(c, str(arch)))
+        if [] in lanes:
+            found[kind].append("in CI")
+        elif archs:
+            found[kind].append(f"in CI for {', '.join(archs)}")
     parts = [f"{how}: {'; '.join(dict.fromkeys(texts))}" for how, texts in found.items() if texts]
     if parts and not found["run"]:
         parts.append(f"not run on {'AMD hardware' if c.devices == ('hip',) else 'a device'}")

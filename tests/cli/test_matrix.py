@@ -138,6 +138,7 @@ RUN = {
     ([], [{"lane": "compile"}], "compiles: in CI; not run on a device"),
     ([], [{"lane": "compile", "arch": ["sm_75", "sm_90"]}, {"lane": "emulate"}],
      "emulated: in CI; compiles: in CI for sm_90; not run on a device"),
+    ([], [{"lane": "compile", "arch": [arch]} for arch in ("sm_80", "sm_90")], "compiles: in CI for sm_80, sm_90; not run on a device"),
     ([{**RUN, "how": "emulated"}], [],
      "emulated: NVIDIA H200 (sm_90), 2026-11-29, 812 passed at level full; not run on a device"),
     ([], [{"lane": "gpu"}], "nothing yet"),  # a lane that may run is no evidence that it did
