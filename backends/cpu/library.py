@@ -119,6 +119,10 @@ def _key(isa: str, compiler: tuple[str, ...]) -> str:
     return f"cpu-{isa}.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
+class _NotLoaded(KernelError):
+    """No folder lets a library be written and run there, or no compiler runs: one for another instruction set would fare no better."""
+
+
 def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
     """The library's bytes; raises KernelError with the compiler's words."""
     told = sys.stderr is not None and sys.stderr.isatty()
@@ -127,23 +131,18 @@ def _compile(isa: str, compiler: tuple[str, ...]) -> bytes:
     try:
         with tempfile.TemporaryDirectory() as folder:
             target = os.path.join(folder, "attention.so")
-            try:
-                done = subprocess.run(sets.command(list(compiler), isa, target), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                      errors="replace", timeout=600)
-            except (OSError, subprocess.TimeoutExpired) as exc:
-                raise KernelError(f"{compiler[0]} cannot compile the CPU kernels: {exc}") from None
+            done = subprocess.run(sets.command(list(compiler), isa, target), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                  errors="replace", timeout=600)
             if done.returncode or not os.path.exists(target):
                 words = done.stderr.strip()[:2000] or f"it exits with {done.returncode} and no word"
                 raise KernelError(f"{compiler[0]} cannot compile the CPU kernels for {isa}:\n{words}")
             with open(target, "rb") as f:
                 return f.read()
+    except (OSError, subprocess.TimeoutExpired) as exc:  # no compiler any more, or no folder to write to
+        raise _NotLoaded(f"{compiler[0]} cannot compile the CPU kernels: {exc}") from None
     finally:
         if told:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-class _NotLoaded(KernelError):
-    """No folder lets a library be written and run there: one for another instruction set would fare no better."""
 
 
 def _open(image: bytes) -> ctypes.CDLL:

@@ -94,6 +94,15 @@ def test_a_compiler_that_fails_without_a_word_is_a_reason_with_its_exit_status(m
         library._compile("portable", ["c++"])
 
 
+def test_a_machine_without_a_temporary_folder_is_a_reason(monkeypatch):
+    def none(*_, **__):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(library.tempfile, "TemporaryDirectory", none)
+    with pytest.raises(library._NotLoaded, match="cannot compile the CPU kernels: .*No usable temporary directory"):
+        library._compile("portable", ["c++"])
+
+
 def test_where_the_cache_is_only_to_be_read_the_library_is_opened_elsewhere(monkeypatch, tmp_path):
     opened = []
 
