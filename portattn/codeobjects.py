@@ -8,6 +8,7 @@ was. The index of prebuilt files, the cache and the notes serve the CPU kernels 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -151,21 +152,23 @@ def keep(name: str, image: bytes) -> None:
     folder = cache_folder(create=True)
     if folder is None:
         return
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")  # mode 600
-        with open(handle, "wb") as f:
-            f.write(_MAGIC + hashlib.sha256(image).hexdigest().encode() + b"\n" + image)
-        os.replace(temporary, os.path.join(folder, name))  # whole or not at all, whoever else writes it
-        temporary = None
+        write_whole(os.path.join(folder, name), _MAGIC + hashlib.sha256(image).hexdigest().encode() + b"\n" + image)
     except OSError as exc:
         note(folder, f"{folder}: cannot be written: {exc.strerror}; kernels are compiled in each process", _ELSEWHERE)
-    finally:
-        if temporary is not None:
-            try:
-                os.unlink(temporary)
-            except OSError:
-                pass
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Writes a file that only this user can read, whole or not at all, whoever else writes it; raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".new-")  # mode 600
+    try:
+        with open(handle, "wb") as f:
+            f.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 # ------------------------------------------------------------------ the order

@@ -8,6 +8,7 @@ process: it is announced on disk before it runs, so that the next process finds 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -129,14 +130,11 @@ class _File:
             return None
 
     def _put(self, data: dict) -> None:
-        try:
+        from .codeobjects import write_whole  # here: importing portattn needs no compilers
+
+        with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-            scratch = f"{self.path}.{os.getpid()}"
-            with open(scratch, "w", encoding="utf-8") as f:
-                json.dump(data, f)
-            os.replace(scratch, self.path)
-        except OSError:
-            pass
+            write_whole(self.path, json.dumps(data).encode())
 
     def announce(self) -> None:
         self._put({"running": os.getpid(), "host": socket.gethostname(), "key": self.key})
@@ -145,10 +143,8 @@ class _File:
         self._put({"ok": ok, "error": error, "detail": detail, "key": self.key, "date": time.strftime("%Y-%m-%d")})
 
     def remove(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             os.remove(self.path)
-        except OSError:
-            pass
 
 
 def _alive(pid: int) -> bool:

@@ -45,13 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     text = render(record)
     print(text)
     if not args.dry_run:
-        from portattn import config
+        from portattn import codeobjects, config
 
         path = os.path.join(config.cache_dir(), "triton-tuning.yaml")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as f:
-            f.write(text)
-        os.replace(f.name, path)  # whole or not at all
+        codeobjects.write_whole(path, text.encode())
         print(f"written to {path}; delete it to return to the shipped table")
     return 0
 

@@ -556,6 +556,17 @@ def test_an_unwritable_cache_only_means_that_nothing_is_kept(qkv, monkeypatch, t
         assert len(calls) == 3
 
 
+def test_a_full_disk_leaves_no_parts_of_verdicts(qkv, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("PORTATTN_CACHE", str(tmp_path / "here"))
+    monkeypatch.setattr(os, "replace", full)
+    with toy():
+        portattn.attention(*qkv)
+    assert not list((tmp_path / "here" / "verdicts").iterdir())
+
+
 @pytest.mark.skipif(os.name == "nt", reason="platform: folders of users there are found otherwise")
 def test_the_cache_folder_of_a_user_without_home_is_no_folder_named_tilde(monkeypatch, tmp_path):
     monkeypatch.setenv("PORTATTN_CACHE", "~/mine")
