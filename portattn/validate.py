@@ -168,13 +168,14 @@ class Faults:
             self.value("backend", "|".join(registry.manifests()), repr(name))
 
     # ---- arguments that several calls share
-    def queries_and_keys(self, q: Any, k: Any, v: Any, ranks: tuple[int, ...], names: tuple[str, str] = ("k", "v")) -> bool:
-        """q, k, v alike in rank, dtype and device; heads that divide; one head_dim. The sequence axes are the callers'."""
-        ok = self.tensor("q", q, ranks, _FLOATS)
+    def queries_and_keys(self, q: Any, k: Any, v: Any, ndim: int) -> bool:
+        """q, k, v alike in rank, dtype and device. Their axes are the callers'."""
+        ok = self.tensor("q", q, ndim, _FLOATS)
         like = q if isinstance(q, Tensor) else None
-        for name, x in zip(names, (k, v)):
-            ok &= self.tensor(name, x, q.dim() if ok and names[0] == "k" else ranks,
-                              _FLOATS if names[0] == "k" else _FLOATS + _KV_FLOATS, like)
+        for name, x in (("k", k), ("v", v)):
+            ok &= self.tensor(name, x, ndim, _FLOATS, like)
+            if ok and x.dtype != q.dtype and x.dtype in _FLOATS:
+                self.value(name, f"{dtype_name(q.dtype)} as q's", dtype_name(x.dtype))
         return ok
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, head_axis: int, names: tuple[str, str] = ("k", "v"),
@@ -310,15 +311,12 @@ def dense(q, k, v, causal, window_size, softmax_scale, softcap, bias, alibi_slop
           batch_invariant, backend, _lse=OURS, known_answer=True) -> Bound:
     f = Faults("attention")
     swap = f.choice("layout", layout, ("bshd", "bhsd")) == "bhsd"
-    ok = f.queries_and_keys(q, k, v, (4,))
+    ok = f.queries_and_keys(q, k, v, 4)
     n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend,
                   q.shape[-1] if ok else None)
     if not ok:
         f.raise_any()
     seq, head = (2, 1) if swap else (1, 2)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype and x.dtype in _FLOATS:
-            f.value(name, f"{dtype_name(q.dtype)} as q's", dtype_name(x.dtype))
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0]:
             f.value(name, f"batch {q.shape[0]} as q's", x.shape[0])
@@ -367,7 +365,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
            softcap, alibi_slopes, sinks, out, return_lse, num_splits, batch_invariant, backend, _lse=OURS,
            known_answer=True) -> Bound:
     f = Faults("attention_varlen")
-    ok = f.queries_and_keys(q, k, v, (3,))
+    ok = f.queries_and_keys(q, k, v, 3)
     n = f.options(causal, window_size, softmax_scale, softcap, return_lse, num_splits, batch_invariant, backend,
                   q.shape[-1] if ok else None)
     max_q, max_k = f.integer("max_seqlen_q", max_seqlen_q), f.integer("max_seqlen_k", max_seqlen_k)
@@ -381,9 +379,6 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sequ
         f.lengths("seqused_k", seqused_k, q, batch, "of the batch")
     if not ok:
         f.raise_any()
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype and x.dtype in _FLOATS:
-            f.value(name, f"{dtype_name(q.dtype)} as q's", dtype_name(x.dtype))
     if v.shape[0] != k.shape[0]:
         f.value("v", f"{k.shape[0]} rows as k's", v.shape[0])
     f.heads(q, k, v, 1)
