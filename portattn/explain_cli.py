@@ -86,6 +86,11 @@ def other_call(args: argparse.Namespace) -> tuple[Callable, tuple, dict[str, Any
 def call_of(args: argparse.Namespace) -> tuple[Callable, tuple, dict[str, Any]]:
     """(function, args, kwargs) of what was asked for; Usage says what is wrong with it."""
     features = [name.strip() for name in args.features.split(",") if name.strip()]
+    for option, got, least in (("--page-size", args.page_size, 1), ("--batch", args.batch, 0)):
+        if got < least:
+            raise Usage(f"{option}: wanted at least {least}, got {got}")
+    if args.kv_dtype and args.case is None and args.layout not in ("paged", "cache_append"):
+        raise Usage("--kv-dtype: of a cache, which paged and cache_append calls have")
     for name in features:
         if name not in FEATURES:
             near = difflib.get_close_matches(name, FEATURES, n=1)

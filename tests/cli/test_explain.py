@@ -105,6 +105,9 @@ def test_a_forced_backend_that_cannot_is_exit_code_one_with_its_reasons(capsys, 
 
 
 @pytest.mark.parametrize("args, words", [
+    (["--layout", "paged", "--page-size", "0"], "--page-size: wanted at least 1, got 0"),
+    (["--batch", "-1"], "--batch: wanted at least 0, got -1"),
+    (["--layout", "varlen", "--kv-dtype", "float8_e5m2"], "--kv-dtype: of a cache"),
     (["--features", "causl"], "did you mean 'causal'?"),
     (["--layout", "varlen", "--features", "bias"], "dense calls only"),
     (["--layout", "dense", "--features", "append,rotary"], "append, rotary: paged calls only"),
