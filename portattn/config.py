@@ -53,6 +53,16 @@ def cache_dir() -> str:
         base = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~")
     else:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    if base.startswith("~"):  # a user without a home, as containers have them
-        return os.path.join(tempfile.gettempdir(), f"portattn-{os.getuid() if hasattr(os, 'getuid') else 'cache'}")
-    return os.path.join(base, "portattn")
+    folder = os.path.join(base, "portattn")
+    if not base.startswith("~") and _can_be(folder):
+        return folder
+    # A user without a home, or with one that is not to be written to, as containers have them.
+    return os.path.join(tempfile.gettempdir(), f"portattn-{os.getuid() if hasattr(os, 'getuid') else 'cache'}")
+
+
+def _can_be(folder: str) -> bool:
+    """Whether a folder is there, or may be made in what there is above it."""
+    there = folder
+    while not os.path.exists(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    return os.path.isdir(there) and (there == folder or os.access(there, os.W_OK | os.X_OK))

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -576,6 +577,21 @@ def test_the_cache_folder_of_a_user_without_home_is_no_folder_named_tilde(monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert os.path.isabs(config.cache_dir()) and "portattn" in config.cache_dir()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="platform: folders of users there are found otherwise")
+def test_the_cache_folder_of_a_user_whose_home_holds_nothing_is_a_temporary_one(monkeypatch, tmp_path):
+    for name in ("PORTATTN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    temporary = os.path.join(tempfile.gettempdir(), f"portattn-{os.getuid()}")
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert config.cache_dir() == temporary
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.cache_dir() == str(tmp_path / ".cache" / "portattn")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # a file system that is only to be read
+    assert config.cache_dir() == temporary
+    (tmp_path / ".cache" / "portattn").mkdir(parents=True)  # what was put there before is read
+    assert config.cache_dir() == str(tmp_path / ".cache" / "portattn")
 
 
 def test_the_known_answer_check_leaves_the_random_state_alone(qkv):
