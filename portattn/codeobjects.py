@@ -97,7 +97,7 @@ def prebuilt_index(vendor: str) -> dict:
 
 
 # ------------------------------------------------------------------ cache on disk
-def _private(status: os.stat_result) -> bool:
+def private(status: os.stat_result) -> bool:
     """Whether only this user could have written it."""
     if not hasattr(os, "getuid"):
         return True  # Windows: the profile's folder is the user's by its access list
@@ -115,7 +115,7 @@ def cache_folder(create: bool) -> str | None:
         if create or not isinstance(exc, FileNotFoundError):
             note(folder, f"{folder}: cannot be made: {exc.strerror}; kernels are compiled in each process", _ELSEWHERE)
         return None
-    if not stat.S_ISDIR(status.st_mode) or not _private(status):
+    if not stat.S_ISDIR(status.st_mode) or not private(status):
         note(folder, f"{folder}: not a folder that only this user can write to; it is not used (chmod 700 mends its mode)", _ELSEWHERE)
         return None
     return folder
@@ -130,7 +130,7 @@ def cached(name: str) -> bytes | None:
     try:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         with open(os.open(path, flags), "rb") as f:
-            if not _private(os.fstat(f.fileno())):
+            if not private(os.fstat(f.fileno())):
                 note(path, f"{path}: others can write to it; it is not used", f"chmod 600 {path}")
                 return None
             data = f.read()

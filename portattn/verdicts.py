@@ -116,8 +116,12 @@ class _File:
         self.key = parts[:8]
 
     def read(self) -> tuple[bool, float, str] | None:
+        from .codeobjects import private  # here: importing portattn needs no compilers
+
         try:
             with open(self.path, encoding="utf-8") as f:
+                if not private(os.fstat(f.fileno())):
+                    return None
                 data = json.load(f)
             if "running" not in data:
                 return bool(data["ok"]), float(data["error"]), str(data["detail"])
@@ -130,7 +134,7 @@ class _File:
             return None
 
     def _put(self, data: dict) -> None:
-        from .codeobjects import write_whole  # here: importing portattn needs no compilers
+        from .codeobjects import write_whole
 
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)

@@ -499,6 +499,17 @@ def test_the_verdict_is_kept_on_disk_and_spares_the_next_process_the_check(qkv):
         assert [v.stored for v in registry.known_answers() if v.backend == "toy"] == [True]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="platform: POSIX modes")
+def test_a_verdict_that_others_can_write_is_none(qkv, cache_folder):
+    with toy() as calls:
+        portattn.attention(*qkv)
+        (file,) = (cache_folder / "verdicts").iterdir()
+        file.chmod(0o666)
+        registry.forget()
+        portattn.attention(*qkv)
+        assert len(calls) == 6 and file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_verdict_of_another_portattn_is_none(qkv, monkeypatch, tmp_path):
     """What an earlier version's packing of arguments did wrong, a later one may do right."""
     with toy() as calls:
