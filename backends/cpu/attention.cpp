@@ -560,24 +560,18 @@ void attend(const Shape& s, const Args& a) {
   if (left)
     for (size_t i = 0; i < p.tiles.size(); i++) left[i] = p.tiles[i].splits;
   std::atomic<int64_t> next{0};
-  std::atomic<bool> failed{false};
   auto work = [&] {
-    try {
-      Scratch& mine = scratch();
-      size_t at = 0;  // units come in rising order
-      for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < p.units;) {
-        while (at + 1 < p.tiles.size() && p.tiles[at + 1].unit <= unit) at++;
-        const Tile& t = p.tiles[at];
-        run_unit(p, t, unit - t.unit, states.get(), mine);
-        if (t.splits > 1 && left[at].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(p, t, states.get(), mine);
-      }
-    } catch (const std::bad_alloc&) {
-      failed = true;
+    Scratch& mine = scratch();
+    size_t at = 0;  // units come in rising order
+    for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < p.units;) {
+      while (at + 1 < p.tiles.size() && p.tiles[at + 1].unit <= unit) at++;
+      const Tile& t = p.tiles[at];
+      run_unit(p, t, unit - t.unit, states.get(), mine);
+      if (t.splits > 1 && left[at].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(p, t, states.get(), mine);
     }
   };
   Pool::instance().run(std::min(p.threads, p.units), a.threads, work);
   kept = std::move(p.tiles);
-  if (failed) throw std::bad_alloc();
 }
 
 void append_slots(const Shape& s, const Args& a) {

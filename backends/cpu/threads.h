@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 
@@ -100,9 +101,35 @@ struct Place {
 class Pool {
  public:
   // Runs work() on the caller and on other threads; returns when all of them are done. `worth`: how many threads the work is worth, of `threads`.
-  // work takes its share from a counter, so it is right for any number of threads, and for one.
+  // work takes its share from a counter, so it is right for any number of threads, and for one. Throws bad_alloc if it does on any of them.
   template <class Work>
   void run(int64_t worth, int64_t threads, Work& work) {
+    std::atomic<bool> failed{false};
+    auto share = [&] {
+      try {
+        work();
+      } catch (const std::bad_alloc&) {  // another thread's would end the process; the caller's would leave work that others still run
+        failed = true;
+      }
+    };
+    deal(worth, threads, share);
+    if (failed) throw std::bad_alloc();
+  }
+
+  static Pool& instance() {
+    static const bool watched = [] {
+      pthread_atfork(nullptr, nullptr, [] { pool_ = new Pool(Team::none()); });
+      return true;
+    }();
+    (void)watched;
+    return *pool_;
+  }
+
+ private:
+  explicit Pool(Team team) : team_(team) {}
+
+  template <class Work>
+  void deal(int64_t worth, int64_t threads, Work& work) {
     std::unique_lock<std::mutex> mine(calls_, std::try_to_lock);
     if (worth <= 1 || !mine.owns_lock()) return work();
     if (team_.run(threads, work)) return;
@@ -125,18 +152,6 @@ class Pool {
     open_ = 0;  // who did not wake in time is not waited for
     done_.wait(lock, [this] { return active_ == 0; });
   }
-
-  static Pool& instance() {
-    static const bool watched = [] {
-      pthread_atfork(nullptr, nullptr, [] { pool_ = new Pool(Team::none()); });
-      return true;
-    }();
-    (void)watched;
-    return *pool_;
-  }
-
- private:
-  explicit Pool(Team team) : team_(team) {}
 
   void serve() {
     std::unique_lock<std::mutex> lock(state_);

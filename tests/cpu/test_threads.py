@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 
 import portattn
 from portattn import reference
+
+library = importlib.import_module("portattn.backends.cpu.library")
 
 
 @pytest.fixture
@@ -129,3 +132,31 @@ def test_calls_work_after_fork(isa):
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+def test_a_thread_that_finds_no_memory_is_told_to_the_caller_and_ends_no_process(tmp_path):
+    compiler = library._compiler()
+    if compiler is None:
+        pytest.skip("tool: no C++ compiler")
+    (tmp_path / "main.cpp").write_text("""
+        #include <chrono>
+        #include "threads.h"
+        int main() {
+          std::atomic<int> here{0}, ended{0};
+          auto work = [&] {
+            for (here++; here < 2;) std::this_thread::yield();
+            ended++;
+            throw std::bad_alloc();
+          };
+          try {
+            pa::Pool::instance().run(2, 2, work);
+          } catch (const std::bad_alloc&) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));  // in which the other thread might end the process
+            return ended == 2 ? 0 : 3;
+          }
+          return 4;
+        }
+    """)
+    program = str(tmp_path / "main")
+    subprocess.run([*compiler, "-std=c++17", "-pthread", f"-I{library.sets.HERE}", str(tmp_path / "main.cpp"), "-o", program], check=True)
+    assert subprocess.run([program], timeout=60).returncode == 0
