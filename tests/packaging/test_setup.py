@@ -94,6 +94,15 @@ def test_a_folder_that_is_no_environment_is_left_alone(dev, monkeypatch, tmp_pat
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+@pytest.mark.parametrize("platform, backends", [("linux", ["cpu", "sdpa"]), ("darwin", ["cpu", "sdpa"]), ("win32", ["sdpa"])])
+def test_conformance_is_tested_for_the_backends_that_the_platform_has(dev, monkeypatch, platform, backends):
+    ran = []
+    monkeypatch.setattr(dev, "run", lambda *arguments, **variables: ran.append(arguments) or 0)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert dev.test([]) == 0
+    assert [arguments[4] for arguments in ran if "conformance" in arguments] == backends
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no make")
 def test_make_without_the_named_python_says_so():
     done = subprocess.run(["make", "demo", "PYTHON=/nowhere/python3"], cwd=ROOT, capture_output=True, text=True)
