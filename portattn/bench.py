@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import api
+from .survey import child_environment
 
 SUITES = ("import", "overhead", "dense", "varlen", "decode", "mixed", "memory")
 SAMPLE_S = 5e-3  # a timed sample repeats a call up to this length
@@ -400,9 +400,7 @@ print(peak_of_everything(int({tokens}), int({heads})))
 
 def child(code: str) -> str:
     """What a fresh Python prints that finds this portattn, wherever it lies."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     return done.stdout.strip()

@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterable, Iterator
 
 from . import config
 from .findings import Finding, examine, fp8_formats, worst_first
-from .survey import Device, Imports, guarded, look
+from .survey import Device, Imports, child_environment, guarded, look
 
 CHECK_LIMIT_S = 60.0  # the longest that a job may take in a child, its start and compilation included
 DTYPES = ("float32", "float16", "bfloat16")
@@ -248,11 +248,8 @@ def _lines(child: subprocess.Popen, late: threading.Event) -> Iterator[str]:
 
 
 def _child(args: list[str]) -> subprocess.Popen:
-    """A Python that finds this portattn, wherever it lies."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen([sys.executable, *args], env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+    return subprocess.Popen([sys.executable, *args], env=child_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.DEVNULL, text=True, errors="replace")
 
 
 def _verdicts() -> list[dict[str, Any]]:

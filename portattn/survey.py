@@ -90,6 +90,12 @@ def guarded(ask: Callable[[], object], default):
         return default
 
 
+def child_environment() -> dict[str, str]:
+    """The environment in which another Python finds this portattn, wherever it lies."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
 def installed(distribution: str) -> Package:
     """The installed distribution of a name; raises PackageNotFoundError."""
     dist = importlib.metadata.distribution(distribution)
