@@ -81,7 +81,10 @@ def test_an_unknown_backend_is_wrong_usage(capsys):
 
 def test_the_workflow_brings_a_compiler_for_every_lanes_preset():
     """Runners have no nvcc, and clang of another age."""
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    file = ROOT / ".github" / "workflows" / "ci.yml"
+    if not file.exists():
+        pytest.skip("file: an sdist has no workflow")
+    workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
     steps = workflow["jobs"]["lane"]["steps"]
     build = next(i for i, step in enumerate(steps) if "cmake --workflow" in step.get("run", "") and step["if"] == "matrix.preset")
     for kind in {job["preset"].split("-")[0] for job in matrix.jobs(registry.manifests())["include"] if "preset" in job}:
