@@ -13,7 +13,7 @@ VARIABLES = {
     "PORTATTN_BACKEND": "comma-separated order of backends to try, as portattn.use() takes them",
     "PORTATTN_CHECK": "1: check values on the device (lengths, page ids, cu_seqlens); costs a sync a call",
     "PORTATTN_VERIFY": "0: skip the known-answer check at the first use of a backend on a device",
-    "PORTATTN_CACHE": "folder for verdicts and compiled kernels (default: the user's cache folder)",
+    "PORTATTN_CACHE": "folder for verdicts and compiled kernels (default: the user's cache folder, or a temporary one where there can be none)",
     "PORTATTN_ALLOW_QUADRATIC": "1: allow kernels that hold an Sq x Sk matrix at any size",
     "PORTATTN_CPU_ISA": "instruction set of the CPU kernels, as avx2 or amx (default: the best of this machine that has been run)",
     "PORTATTN_DEBUG": "1: let errors inside a backend's probe and import through with their traceback",
