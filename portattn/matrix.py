@@ -5,7 +5,7 @@ the table says what its claim rests on (run on a device, emulated, compiled, or 
 
 A manifest's `ci:` lane has the keys of `LANE`; os, python, torch and level may be lists, which makes one job each.
 Lanes named `emulate` and `compile` are evidence of that kind for the table; an `arch` list narrows them.
-A `verified:` record is evidence of a run, or of what its `how` says (run | emulated | compiles).
+A `verified:` record is evidence of a run, or of what its `how` says (run | emulated | compiles); of one device the fullest is told.
 """
 
 from __future__ import annotations
@@ -125,9 +125,13 @@ def _dims(c: Capability) -> str:
 def evidence(m: Manifest, c: Capability) -> str:
     """What the claim of a capability rests on: its records, else the CI lanes that speak for it, else "nothing yet"."""
     found: dict[str, list[str]] = {"run": [], "emulated": [], "compiles": []}
+    told: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for record in m.verified:
         if _speaks_for(c, str(record.get("arch") or record.get("device", ""))):  # MPS and XPU have no arch
-            found.setdefault(str(record.get("how", "run")), []).append(_record(record))
+            key = tuple(str(record.get(name, "run")) for name in ("how", "device", "arch"))
+            told[key] = max(told.get(key, record), record, key=_weight)
+    for (how, *_), record in told.items():
+        found.setdefault(how, []).append(_record(record))
     for kind, name in (("emulated", "emulate"), ("compiles", "compile")):
         lanes = [_listed(lane.get("arch", [])) for lane in m.ci if lane.get("lane") == name]
         archs = dict.fromkeys(str(arch) for lane in lanes for arch in lane if _speaks_for(c, str(arch)))
@@ -139,6 +143,11 @@ def evidence(m: Manifest, c: Capability) -> str:
     if parts and not found["run"]:
         parts.append(f"not run on {'AMD hardware' if c.devices == ('hip',) else 'a device'}")
     return "; ".join(parts) or "nothing yet"
+
+
+def _weight(record: Mapping[str, Any]) -> tuple[bool, bool, str]:
+    """Of records of one device the heaviest is told: one with failures, of the full level, of the last day."""
+    return bool(record.get("failed")), record.get("level") == "full", str(record.get("date", ""))
 
 
 def untried(m: Manifest, arch: str) -> str:

@@ -135,6 +135,9 @@ RUN = {
 
 @pytest.mark.parametrize("verified, ci, said", [
     ([RUN], [], "run: NVIDIA H200 (sm_90), 2026-11-29, 812 passed at level full"),
+    ([{**RUN, "level": "quick", "passed": 9}, RUN, {**RUN, "level": "quick", "date": "2026-11-30"}], [],
+     "run: NVIDIA H200 (sm_90), 2026-11-29, 812 passed at level full"),  # the full level has the quick one's tests
+    ([RUN, {**RUN, "level": "quick", "passed": 9, "failed": 1}], [], "run: NVIDIA H200 (sm_90), 2026-11-29, 9 passed at level quick, **1 FAILED**"),
     ([{**RUN, "failed": 2}], [], "run: NVIDIA H200 (sm_90), 2026-11-29, 812 passed at level full, **2 FAILED**"),
     ([{**RUN, "arch": "sm_75"}], [], "nothing yet"),  # outside of the capability's arch
     ([{**RUN, "arch": "gfx942"}], [], "nothing yet"),  # another vendor's
