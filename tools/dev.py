@@ -71,7 +71,7 @@ def existing_torch():
     """The version of the running Python's torch and the folders that it and its requirements are in."""
     code = "import sys, torch; print(torch.__version__); print(*[p for p in sys.path if p.endswith('-packages')], sep='\\n')"
     asked = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=sys.prefix  # not the checkout
+        [sys.executable, "-X", "utf8", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=sys.prefix  # not the checkout
     )
     if asked.returncode:
         raise Unmet(
@@ -99,9 +99,9 @@ def show_packages_of(folders):
     """Lets .venv see the packages in other folders, after its own."""
     # A fresh environment's old setuptools would hide the one that torch was installed with.
     subprocess.call([PYTHON, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL)
-    own = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).decode().strip()
-    with open(os.path.join(own, "existing-torch.pth"), "w", encoding="utf-8") as f:
-        f.writelines(f"import site; site.addsitedir({folder!r})\n" for folder in folders)
+    asked = subprocess.check_output([PYTHON, "-X", "utf8", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+    with open(os.path.join(asked.decode().strip(), "existing-torch.pth"), "w", encoding="ascii") as f:  # Python reads it in the locale's encoding
+        f.writelines(f"import site; site.addsitedir({folder!a})\n" for folder in folders)
 
 
 def pip(*arguments):

@@ -94,6 +94,19 @@ def test_a_folder_that_is_no_environment_is_left_alone(dev, monkeypatch, tmp_pat
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+def test_folders_of_any_name_are_shown_to_an_environment_whatever_the_locale(dev, monkeypatch, tmp_path):
+    own, other = tmp_path / "own é", tmp_path / "site-packages ü"
+    own.mkdir()
+    other.mkdir()
+    monkeypatch.setattr(dev.subprocess, "call", lambda *_, **__: 0)
+    monkeypatch.setattr(dev.subprocess, "check_output", lambda *_, **__: f"{own}\n".encode())
+    dev.show_packages_of([str(other)])
+    line = (own / "existing-torch.pth").read_bytes().decode("ascii")
+    monkeypatch.setattr(sys, "path", [])
+    exec(line)
+    assert sys.path == [str(other)]
+
+
 @pytest.mark.parametrize("platform, backends", [("linux", ["cpu", "sdpa"]), ("darwin", ["cpu", "sdpa"]), ("win32", ["sdpa"])])
 def test_conformance_is_tested_for_the_backends_that_the_platform_has(dev, monkeypatch, platform, backends):
     ran = []
