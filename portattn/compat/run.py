@@ -1,7 +1,8 @@
 """`python -m portattn.compat.run [--names a,b] [--shadow] script.py arguments…`: a program after `portattn.compat.install()`.
 
-Also `-m module arguments…`. The program sees its own sys.argv and path, as if Python had started it. Processes that it spawns do
-not inherit the installation: there, call portattn.compat.install() (or run them through this).
+Also `-m module arguments…`. The program sees its own sys.argv, and its own folder first in sys.path, as if Python had started it;
+behind that stands the folder in which this was started. Processes that it spawns do not inherit the installation: there, call
+portattn.compat.install() (or run them through this).
 """
 
 from __future__ import annotations
