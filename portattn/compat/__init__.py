@@ -26,6 +26,7 @@ __all__ = ["NAMES", "install", "installed", "uninstall"]
 NAMES = ("flash_attn", "flash_attn_interface", "vllm_flash_attn", "flashinfer")  # what can be installed
 _DEFAULT = NAMES[:2]
 _SUBMODULES = {"flash_attn": ("flash_attn_interface", "bert_padding")}
+_DISTRIBUTIONS = {"flash_attn_interface": "flash_attn_3"}  # what the peer installs the module as, where that is not its name
 
 
 def install(*names: str, shadow: bool = False) -> tuple[str, ...]:
@@ -100,7 +101,7 @@ def _really_there(name: str) -> str:
     # A folder of that name without __init__.py (a namespace) counts only if something was installed as it.
     if spec is not None and spec.origin is not None:
         return spec.origin
-    context = importlib.metadata.DistributionFinder.Context(name=name)
+    context = importlib.metadata.DistributionFinder.Context(name=_DISTRIBUTIONS.get(name, name))
     for found in importlib.metadata.MetadataPathFinder.find_distributions(context):
         return f"distribution {found.metadata['Name']} {found.version}"
     return ""
@@ -114,8 +115,8 @@ class _Distribution(importlib.metadata.Distribution):
 
     def read_text(self, filename: str) -> str | None:
         if filename in ("METADATA", "PKG-INFO"):
-            version = _version(self._name)
-            return (f"Metadata-Version: 2.1\nName: {self._name.replace('_', '-')}\nVersion: {version}\n"
+            name, version = _DISTRIBUTIONS.get(self._name, self._name), _version(self._name)
+            return (f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
                     "Summary: portattn's stand-in, installed in this process only\n")
         return f"{self._name}\n" if filename == "top_level.txt" else None
 
@@ -154,7 +155,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(self, context: Any = None) -> Iterator[_Distribution]:
         plain = lambda name: re.sub(r"[-_.]+", "_", name).lower()
         wanted = None if context is None or context.name is None else plain(context.name)
-        return iter([_Distribution(name) for name in self.saved if wanted in (None, plain(name))])
+        return iter([_Distribution(name) for name in self.saved if wanted in (None, plain(_DISTRIBUTIONS.get(name, name)))])
 
 
 _finder = _Finder()

@@ -48,6 +48,22 @@ def test_metadata_and_specs_answer():
     assert importlib.reload(flash_attn) is flash_attn
 
 
+def test_flash_attention_3_is_the_distribution_that_engines_look_for():
+    compat.install("flash_attn_interface")
+    assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]  # transformers asks for this name
+    assert importlib.metadata.version("flash_attn_3") == importlib.import_module("flash_attn_interface").__version__ == "3.0.0+portattn"
+    compat.uninstall()
+    assert "flash_attn_interface" not in importlib.metadata.packages_distributions()
+
+
+def test_flash_attention_3_that_is_installed_is_shadowed_only_when_told(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_3-3.0.0.dist-info").mkdir()
+    (tmp_path / "flash_attn_3-3.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-3\nVersion: 3.0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PortattnError, match="flash_attn_interface is installed already .distribution flash-attn-3 3.0.0"):
+        compat.install()
+
+
 def test_uninstall_takes_it_back():
     compat.install("flash_attn", "flashinfer")
     assert compat.uninstall("flash_attn") == ("flashinfer",)
