@@ -16,7 +16,9 @@ from ..api import _attention_paged, attention_paged, cache_append
 from ..dialect import AFTER, BEFORE, ViewsOfLast, lengths, plus
 from ..errors import ArgumentError, ArgumentTypeError
 from ..recent import Recent
-from ._translate import ANY, equal_lengths, kept_rows, rotate, row_table, sequence_of, single_token_pages, window
+from ._translate import (
+    ANY, ForwardOnly, equal_lengths, kept_rows, rotate, row_table, sequence_of, single_token_pages, wants_gradients, window
+)
 
 CALL = "flash_attn_with_kvcache"
 _recent = Recent()
@@ -74,6 +76,11 @@ def attend(lse: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | No
         if table is not None and lens is not None:
             return _attention_paged(bound, q, k_cache, v_cache, table, lens, cu_seqlens_q, k, v, rotary_cos, rotary_sin, k_scale,
                                     v_scale, alibi_slopes)
+    if wants_gradients(q, k_cache, v_cache, k, v):
+        return ForwardOnly.apply(CALL, lambda q, k_cache, v_cache, k, v: attend(
+            lse, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+            softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, return_lse, alibi_slopes, k_scale, v_scale,
+            cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new, rotary_seqlens), q, k_cache, v_cache, k, v)
     causal = bool(causal)
     given = q, k_cache, v_cache, k
     q, k_cache, v_cache, table, lens, k, v, rotary_cos, rotary_sin, counting = translated(

@@ -7,14 +7,14 @@ differ, the difference is translated on the device and without waiting for it.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
 from ..device import capturing
 from ..dialect import KEPT
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, PortattnError
 
 ANY = (-1, -1)
 _is_compiling = torch.compiler.is_compiling
@@ -40,6 +40,25 @@ def window(given: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"window_size: wanted (left, right) of two ints, or None, got {given!r}") from None
     return max(left, -1), max(right, -1)
+
+
+# ------------------------------------------------------------------ pages and caches, which no backend differentiates
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+class ForwardOnly(torch.autograd.Function):
+    """run(*tensors) of tensors that require grad: flash-attn takes them and has no backward; here backward raises, with a reason."""
+
+    @staticmethod
+    def forward(ctx, call, run, *tensors):
+        ctx.call = call
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise PortattnError(f"{ctx.call}: no gradients over a cache or a block_table, which no backend computes (nor does flash-attn): "
+                            "call it under torch.no_grad(), or without them")
 
 
 # ------------------------------------------------------------------ small tensors that are asked for again and again

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..api import _attention, attention, attention_varlen, merge_states
 from ..dialect import HEADS_FIRST, lengths, lse_as
 from . import _chunks, _kvcache, _packed
-from ._translate import ANY, nothing, refuse, sequence_of, window
+from ._translate import ANY, ForwardOnly, nothing, refuse, sequence_of, wants_gradients, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "get_scheduler_metadata"]
@@ -112,14 +112,19 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     if attention_chunk:
         chunk, causal, window_size = _chunks.check("flash_attn_with_kvcache", attention_chunk), bool(causal), window(window_size)
-        q, k_cache, v_cache, page_table, lens, *_ = _kvcache.translated(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-            rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale,
-            append_first=True)
-        got = _chunks.paged(q, k_cache, v_cache, page_table, lens, chunk, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-                            softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-                            softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits, k_scale=k_descale, v_scale=v_descale,
-                            return_lse=return_softmax_lse)
+
+        def in_chunks(q, k_cache, v_cache, k, v):
+            q, k_cache, v_cache, table, lens, *_ = _kvcache.translated(
+                q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+                rotary_interleaved, causal, window_size, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, k_descale, v_descale,
+                append_first=True)
+            return _chunks.paged(q, k_cache, v_cache, table, lens, chunk, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+                                 softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+                                 softcap=softcap if softcap > 0 else 0.0, num_splits=num_splits, k_scale=k_descale,
+                                 v_scale=v_descale, return_lse=return_softmax_lse)
+
+        tensors = q, k_cache, v_cache, k, v
+        got = ForwardOnly.apply(_kvcache.CALL, in_chunks, *tensors) if wants_gradients(*tensors) else in_chunks(*tensors)
         got = (got[0], lse_as(HEADS_FIRST, got[1])) if return_softmax_lse else got
     else:
         got = _kvcache.attend(HEADS_FIRST, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,

@@ -577,6 +577,26 @@ def test_pages_that_require_grad_are_read_and_raise_in_backward():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("given", [{}, dict(cache_leftpad=torch.tensor([1, 0], dtype=torch.int32)), dict(attention_chunk=4)], ids=str)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_cache_takes_what_requires_grad_and_raises_in_backward(given, with_lse):
+    q, new, lens = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 2, 16), torch.tensor([3, 5], dtype=torch.int32)
+    cache = torch.randn(2, 8, 2, 16)
+    for fa in (fa3,) if "attention_chunk" in given else (fa2, fa3):
+        def call(q, new, caches):
+            got = fa.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=lens, causal=True, return_softmax_lse=with_lse, **given)
+            return got if with_lse else (got,)
+
+        plain, caches = (cache.clone(), cache.clone()), (cache.clone(), cache.clone())
+        expected = call(q, new, plain)
+        for _ in range(4):  # a call of a kind that is met again, too
+            got = call(q.clone().requires_grad_(), new.clone().requires_grad_(), caches)
+            assert all(torch.equal(a, b) for a, b in zip((*got, *caches), (*expected, *plain)))
+        assert got[0].requires_grad and not caches[0].requires_grad
+        with pytest.raises(PortattnError, match="flash_attn_with_kvcache.*no_grad"):
+            got[0].sum().backward()
+
+
 # ------------------------------------------------------------------ lengths as flash-attn counts them, on every backend of this machine
 @pytest.mark.parametrize("check", ["", "1"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...api import _attention, _attention_varlen, attention, attention_paged, attention_varlen
 from ...dialect import AFTER, FLASH_ATTN_2, PREFIX_SUMS
-from ...errors import PortattnError
 from .. import _kvcache, _packed
-from .._translate import ANY, nothing, refuse, refuse_dropout, window
+from .._translate import ANY, ForwardOnly, nothing, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -70,9 +69,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                                _lse=FLASH_ATTN_2)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         options = dict(causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=True)
-        got = _ForwardOnly.apply(q, k, v, lambda *pages: flash_attn_varlen_func(
+        got = ForwardOnly.apply("flash_attn_varlen_func", lambda *pages: flash_attn_varlen_func(
             *pages, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, block_table=block_table,
-            **options)[:2])
+            **options)[:2], q, k, v)
         return _with_probs(got) if return_attn_probs else got[0]
     else:
         got = attention_paged(q, k, v, block_table, cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
@@ -80,19 +79,6 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                               softcap=softcap if softcap > 0 else 0.0, alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
                               _counting=PREFIX_SUMS, _lse=FLASH_ATTN_2)
     return _with_probs(got) if return_attn_probs else got
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """flash-attn takes tensors that require grad over pages too, and fails in backward; so here, with a reason."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, call):
-        return call(q, k, v)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise PortattnError("flash_attn_varlen_func: no gradients over a block_table, which no backend computes (nor does "
-                            "flash-attn): call it under torch.no_grad(), or without block_table")
 
 
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
