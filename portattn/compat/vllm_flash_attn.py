@@ -31,16 +31,19 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
                            v_descale=None, num_splits: int = 0, output_scale=None, fa_version: int = DEFAULT_FA_VERSION,
                            s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, mask_mod=None,
                            block_sparse_tensors=None, aux_tensors=None, aux_tensor_leading_dims=None,
-                           dynamic_causal: Tensor | None = None):
+                           dynamic_causal: Tensor | None = None, gather_kv_indices: Tensor | None = None,
+                           gather_kv_valid_length: Tensor | None = None):
     """q (Tq, Hq, D) over k, v (Tk, Hkv, D) with cu_seqlens_k, or over pages (N, P, Hkv, D) with block_table and seqused_k.
 
-    Returns out (the tensor `out`, if given), or (out, lse (Hq, Tq)). Descales are (B, Hkv).
+    seqused_k together with cu_seqlens_k, which vLLM allows for version 4 only, are the keys in use of each sequence. Returns out (the tensor `out`, if given), or (out, lse (Hq, Tq)). Descales are (B, Hkv).
     """
     if (dropout_p or q_v is not None or return_attn_probs or output_scale is not None or cp_world_size != 1 or cp_rank
             or mask_mod is not None or block_sparse_tensors is not None or aux_tensors is not None or dynamic_causal is not None
-            or cp_tot_seqused_k is not None or aux_tensor_leading_dims is not None):
+            or cp_tot_seqused_k is not None or aux_tensor_leading_dims is not None or gather_kv_indices is not None
+            or gather_kv_valid_length is not None):
         _refuse_any(dropout_p, q_v, return_attn_probs, output_scale, cp_world_size, cp_rank, cp_tot_seqused_k, mask_mod,
-                    block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal)
+                    block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal, gather_kv_indices,
+                    gather_kv_valid_length)
     if q_descale is not None:
         q = _scaled(q, q_descale, None, cu_seqlens_q)
     window_size = window(window_size)
@@ -50,7 +53,8 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
             raise ArgumentError("flash_attn_varlen_func: seqused_k: wanted the lengths of the pages' sequences together with "
                                 "block_table, got None")
         if cu_seqlens_k is not None:
-            refuse("flash_attn_varlen_func", "cu_seqlens_k", cu_seqlens_k, "wanted None together with seqused_k")
+            refuse("flash_attn_varlen_func", "cu_seqlens_k", cu_seqlens_k, "wanted None together with block_table: seqused_k "
+                   "are the lengths")
         return attention_paged(q, k, v, block_table, seqused_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
                                softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size, softcap=softcap,
                                alibi_slopes=alibi_slopes, sinks=s_aux, k_scale=k_descale, v_scale=v_descale, out=out,
@@ -58,14 +62,12 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
     if cu_seqlens_k is None:
         raise ArgumentError("flash_attn_varlen_func: cu_seqlens_k: wanted where each sequence's keys start, as there is no "
                             "block_table, got None")
-    if seqused_k is not None:
-        refuse("flash_attn_varlen_func", "seqused_k", seqused_k, "wanted None together with cu_seqlens_k")
     if k_descale is not None:
         q = _scaled(q, None, k_descale, cu_seqlens_q)
-    got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), softmax_scale=softmax_scale,
-                           causal=bool(causal), window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
-                           out=out if v_descale is None else None, return_lse=return_softmax_lse, num_splits=num_splits,
-                           _lse=HEADS_FIRST)
+    got = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), seqused_k=seqused_k,
+                           softmax_scale=softmax_scale, causal=bool(causal), window_size=window_size, softcap=softcap,
+                           alibi_slopes=alibi_slopes, sinks=s_aux, out=out if v_descale is None else None,
+                           return_lse=return_softmax_lse, num_splits=num_splits, _lse=HEADS_FIRST)
     if v_descale is None:
         return got
     got = _descaled(got, return_softmax_lse, v_descale, cu_seqlens_q)
@@ -76,7 +78,8 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
 
 
 def _refuse_any(dropout_p, q_v, return_attn_probs, output_scale, cp_world_size, cp_rank, cp_tot_seqused_k, mask_mod,
-                block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal):
+                block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal, gather_kv_indices,
+                gather_kv_valid_length):
     call = "flash_attn_varlen_func"
     if dropout_p:
         refuse_dropout(call, dropout_p)
@@ -93,7 +96,8 @@ def _refuse_any(dropout_p, q_v, return_attn_probs, output_scale, cp_world_size, 
             refuse(call, name, value,
                    f"wanted {off}: keys spread over ranks are attended to rank by rank and merged by merge_states")
     for name, value in (("mask_mod", mask_mod), ("block_sparse_tensors", block_sparse_tensors), ("aux_tensors", aux_tensors),
-                        ("aux_tensor_leading_dims", aux_tensor_leading_dims), ("dynamic_causal", dynamic_causal)):
+                        ("aux_tensor_leading_dims", aux_tensor_leading_dims), ("dynamic_causal", dynamic_causal),
+                        ("gather_kv_indices", gather_kv_indices), ("gather_kv_valid_length", gather_kv_valid_length)):
         if value is not None:
             refuse(call, name, value, "wanted None: masks are causal, windows and lengths")
 

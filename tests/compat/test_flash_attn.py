@@ -158,6 +158,16 @@ def test_vllm_sinks_and_descales():
     close(out, expected)
 
 
+def test_vllm_keys_in_use_of_ragged_sequences():
+    q, k, v, cu_q, cu_k, max_q, max_k = ragged((4, 3, 5), (4, 6, 5))
+    used = torch.tensor([3, 6, 4], dtype=torch.int32)
+    k[3], v[14] = float("nan"), float("nan")  # keys not in use
+    expected, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, causal=True)
+    out, got_lse = vllm_flash_attn.flash_attn_varlen_func(q, k, v, max_q, cu_q, max_k, cu_k, used, causal=True, return_softmax_lse=True, fa_version=4)
+    close(out, expected)
+    close(got_lse, lse.T)
+
+
 def test_descales_multiply_each_sequence_and_head():
     q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     a, b, c = torch.rand(2, 2), torch.rand(2, 2), torch.rand(2, 2)

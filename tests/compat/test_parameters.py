@@ -129,7 +129,7 @@ FUNCTIONS = {
             num_splits=("hint", 3), output_scale=("refused", torch.ones(1)), fa_version=("hint", 3), s_aux=("honoured", torch.ones(4)),
             cp_world_size=("refused", 2), cp_rank=("refused", 1), cp_tot_seqused_k=("refused", LENS), mask_mod=("refused", max),
             block_sparse_tensors=("refused", LENS), aux_tensors=("refused", [LENS]), aux_tensor_leading_dims=("refused", [1]),
-            dynamic_causal=("refused", torch.ones(1)))),
+            dynamic_causal=("refused", torch.ones(1)), gather_kv_indices=("refused", LENS), gather_kv_valid_length=("refused", LENS))),
     flashinfer.merge_state: (
         dict(v_a=rand(5, 4, 8), s_a=rand(5, 4), v_b=rand(5, 4, 8), s_b=rand(5, 4)),
         {n: ("honoured", rand(5, 4, 8) if n[0] == "v" else rand(5, 4)) for n in ("v_a", "s_a", "v_b", "s_b")}),
@@ -173,7 +173,7 @@ SIGNATURES = {
     fa3.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None",
     fa3.get_scheduler_metadata: "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None sm_margin=0",
     vllm_flash_attn.get_scheduler_metadata: "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False window_size=(-1,-1) has_softcap=False num_splits=0 pack_gqa=None sm_margin=0",
-    vllm_flash_attn.flash_attn_varlen_func: "q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k=None seqused_k=None q_v=None dropout_p=0.0 softmax_scale=None causal=False window_size=None softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False block_table=None return_softmax_lse=False out=None scheduler_metadata=None q_descale=None k_descale=None v_descale=None num_splits=0 output_scale=None fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None mask_mod=None block_sparse_tensors=None aux_tensors=None aux_tensor_leading_dims=None dynamic_causal=None",
+    vllm_flash_attn.flash_attn_varlen_func: "q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k=None seqused_k=None q_v=None dropout_p=0.0 softmax_scale=None causal=False window_size=None softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False block_table=None return_softmax_lse=False out=None scheduler_metadata=None q_descale=None k_descale=None v_descale=None num_splits=0 output_scale=None fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None mask_mod=None block_sparse_tensors=None aux_tensors=None aux_tensor_leading_dims=None dynamic_causal=None gather_kv_indices=None gather_kv_valid_length=None",
     vllm_flash_attn.is_fa_version_supported: "fa_version device=None",
     vllm_flash_attn.fa_version_unsupported_reason: "fa_version device=None",
     flashinfer.merge_state: "v_a s_a v_b s_b",
