@@ -6,13 +6,14 @@ backend). Rotary and ALiBi modes raise: turn q and k before the call.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from .. import api
-from ._translate import refuse
+from ._translate import refuse, wants_gradients
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states", "single_decode_with_kv_cache", "single_prefill_with_kv_cache"]
 
@@ -47,24 +48,30 @@ def single_prefill_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, scale_q: Tenso
                                  causal: bool = False, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
                                  use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
                                  logits_soft_cap: float | None = None, rope_scale: float | None = None,
-                                 rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False):
+                                 rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
+                                 kv_cache_sf: tuple[Tensor, Tensor] | None = None, k_scale: float | None = None,
+                                 v_scale: float | None = None):
     """q (Sq, Hq, D) over k, v (Sk, Hkv, D), or (Hkv, Sk, D) for kv_layout "HND" -> out, or (out, s (Sq, Hq) base 2).
 
-    custom_mask (Sq, Sk), True attends, replaces causal, as in FlashInfer.
+    custom_mask, Sq * Sk elements of which True attends, replaces causal, as in FlashInfer. k_scale and v_scale multiply k and v.
     """
     call = "single_prefill_with_kv_cache"
     for name, value in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
         if value is not None:
             refuse(call, name, value,
                    "wanted None: 8-bit q is not computed; dequantise q, and use attention_paged for 8-bit caches")
+    if kv_cache_sf is not None:
+        refuse(call, "kv_cache_sf", kv_cache_sf, "wanted None: 4-bit caches are not read; dequantise k and v")
     if packed_custom_mask is not None:
         refuse(call, "packed_custom_mask", packed_custom_mask, "wanted None: pass the mask unpacked, as custom_mask")
     _refuse_positions(call, pos_encoding_mode, rope_scale, rope_theta)
     out, lse = _single(call, q, k, v, kv_layout, causal and custom_mask is None, window_left, logits_soft_cap, sm_scale,
-                       custom_mask, return_lse)
-    if o_dtype is not None:
-        out = out.to(o_dtype)
+                       (k_scale,), v_scale, custom_mask, o_dtype, return_lse)
     return (out, lse) if return_lse else out
+
+
+# FlashInfer's other name of it.
+single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
 
 
 def single_decode_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
@@ -75,12 +82,8 @@ def single_decode_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, kv_layout: str 
     """q (Hq, D), the last token, over k, v as in `single_prefill_with_kv_cache` -> out (Hq, D), or (out, s (Hq,) base 2)."""
     call = "single_decode_with_kv_cache"
     _refuse_positions(call, pos_encoding_mode, rope_scale, rope_theta)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    for factor in (q_scale, k_scale):
-        scale = scale if factor is None else scale * factor
-    out, lse = _single(call, q[None], k, v, kv_layout, True, window_left, logits_soft_cap, scale, None, return_lse)
-    if v_scale is not None:
-        out = (out.float() * v_scale).to(out.dtype)
+    out, lse = _single(call, q[None], k, v, kv_layout, True, window_left, logits_soft_cap, sm_scale, (q_scale, k_scale), v_scale,
+                       None, None, return_lse)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -94,12 +97,24 @@ def _refuse_positions(call: str, mode: str, rope_scale: float | None, rope_theta
 
 
 def _single(call: str, q: Tensor, k: Tensor, v: Tensor, kv_layout: str, causal: bool, left: int, cap: float | None,
-            scale: float | None, mask: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+            scale: float | None, factors: tuple[float | None, ...], v_scale: float | None, mask: Tensor | None,
+            dtype: torch.dtype | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     if kv_layout not in ("NHD", "HND"):
         refuse(call, "kv_layout", kv_layout, 'wanted "NHD" or "HND"')
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
+    if mask is not None:
+        if mask.numel() != q.shape[0] * k.shape[0]:
+            refuse(call, "custom_mask", mask, f"wanted {q.shape[0]} * {k.shape[0]} elements, a row for each query")
+        mask = mask.reshape(q.shape[0], k.shape[0]).bool()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for factor in factors:
+        scale = scale if factor is None else scale * factor
+    exact = None  # what is multiplied or converted afterwards is not rounded to q's dtype before
+    if (v_scale is not None or dtype not in (None, q.dtype)) and not wants_gradients(q, k, v):
+        exact = torch.empty(1, *q.shape[:2], v.shape[-1], dtype=torch.float32, device=q.device)
     got = api.attention(q[None], k[None], v[None], causal=causal, window_size=(left if left >= 0 else -1, -1),
-                        softmax_scale=scale, softcap=cap if cap and cap > 0 else 0.0, bias=None if mask is None else mask.bool(),
-                        return_lse=return_lse)
-    return (got[0][0], got[1][0] / _LN2) if return_lse else (got[0], None)
+                        softmax_scale=scale, softcap=cap if cap and cap > 0 else 0.0, bias=mask, out=exact, return_lse=return_lse)
+    out, lse = (got[0][0], got[1][0] / _LN2) if return_lse else (got[0], None)
+    out = out if v_scale is None else out.float() * v_scale
+    return out.to(dtype or q.dtype), lse

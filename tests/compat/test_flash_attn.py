@@ -357,7 +357,27 @@ def test_flashinfer_single_requests():
     close(s, lse[0, -1] / math.log(2))
     mask = torch.rand(3, 9) < 0.5
     expected, _ = reference.attention(q[None], k[None], v[None], bias=mask)
-    close(flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask, causal=True), expected[0])
+    for given in (mask, mask.flatten()):
+        close(flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=given, causal=True), expected[0])
+    with pytest.raises(ArgumentError, match="custom_mask: wanted 3 . 9 elements"):
+        flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask[0])
+
+
+def test_flashinfer_scales_of_keys_and_values():
+    q, k, v = torch.randn(3, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    expected, lse = reference.attention(q[None], k[None] * 0.5, v[None] * 3.0)
+    out, s = flashinfer.single_prefill_with_kv_cache_return_lse(q, k, v, k_scale=0.5, v_scale=3.0)
+    close(out, expected[0])
+    close(s, lse[0] / math.log(2))
+
+
+def test_flashinfer_converts_out_before_it_is_rounded():
+    q, k, v = torch.randn(3, 4, 8).bfloat16(), torch.randn(9, 2, 8).bfloat16(), torch.randn(9, 2, 8).bfloat16()
+    out = flashinfer.single_prefill_with_kv_cache(q, k, v, o_dtype=torch.float32)
+    assert out.dtype == torch.float32 and not torch.equal(out, out.bfloat16().float())
+    q.requires_grad_()
+    flashinfer.single_prefill_with_kv_cache(q, k, v, o_dtype=torch.float32).sum().backward()
+    assert q.grad is not None
 
 
 # ------------------------------------------------------------------ private names, padding

@@ -145,7 +145,8 @@ FUNCTIONS = {
             packed_custom_mask=("refused", torch.zeros(12, dtype=torch.uint8)), causal=("honoured", True),
             kv_layout=("honoured", "HND", dict(q=TQ, k=rand(2, 2, 16), v=rand(2, 2, 16))), pos_encoding_mode=("refused", "ROPE_LLAMA"),
             use_fp16_qk_reduction=("hint", True), sm_scale=("honoured", 0.5), window_left=("honoured", 3), logits_soft_cap=("honoured", 1.0),
-            rope_scale=("refused", 1.0), rope_theta=("refused", 1e4), backend=("hint", "fa2"), return_lse=("honoured", True))),
+            rope_scale=("refused", 1.0), rope_theta=("refused", 1e4), backend=("hint", "fa2"), return_lse=("honoured", True),
+            kv_cache_sf=("refused", (torch.ones(4), torch.ones(4))), k_scale=("honoured", 2.0), v_scale=("honoured", 2.0))),
     flashinfer.single_decode_with_kv_cache: (
         dict(q=TQ[0], k=TK, v=TV),
         dict(q=("honoured", TQ[1]), k=("honoured", TK * 2), v=("honoured", TV + 1), kv_layout=("honoured", "HND", dict(
@@ -179,7 +180,7 @@ SIGNATURES = {
     flashinfer.merge_state: "v_a s_a v_b s_b",
     flashinfer.merge_states: "v s",
     flashinfer.merge_state_in_place: "v s v_other s_other mask=None",
-    flashinfer.single_prefill_with_kv_cache: "q k v scale_q=None scale_k=None scale_v=None o_dtype=None custom_mask=None packed_custom_mask=None causal=False kv_layout='NHD' pos_encoding_mode='NONE' use_fp16_qk_reduction=False sm_scale=None window_left=-1 logits_soft_cap=None rope_scale=None rope_theta=None backend='auto' return_lse=False",
+    flashinfer.single_prefill_with_kv_cache: "q k v scale_q=None scale_k=None scale_v=None o_dtype=None custom_mask=None packed_custom_mask=None causal=False kv_layout='NHD' pos_encoding_mode='NONE' use_fp16_qk_reduction=False sm_scale=None window_left=-1 logits_soft_cap=None rope_scale=None rope_theta=None backend='auto' return_lse=False kv_cache_sf=None k_scale=None v_scale=None",
     flashinfer.single_decode_with_kv_cache: "q k v kv_layout='NHD' pos_encoding_mode='NONE' use_tensor_cores=False q_scale=None k_scale=None v_scale=None window_left=-1 logits_soft_cap=None sm_scale=None rope_scale=None rope_theta=None return_lse=False",
 }
 
