@@ -21,7 +21,7 @@ from . import check_version
 
 __all__ = ["MADE_FOR", "Served", "register", "served"]
 
-MADE_FOR = ">=0.32,<0.33"
+MADE_FOR = ">=0.32,<0.34"
 _NAME = f"{__name__}.Backend"
 _NAME_ON_CPU = f"{__name__}.BackendOnCpu"
 

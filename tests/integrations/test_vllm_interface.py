@@ -56,7 +56,7 @@ def test_cache_dtypes_are_those_of_the_device():
 def test_a_vllm_without_this_interface_gives_a_warning(monkeypatch):
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.v1.attention.backends.registry"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.warns(RuntimeWarning, match=r"made for vLLM >=0\.32,<0\.33"):
+    with pytest.warns(RuntimeWarning, match=r"made for vLLM >=0\.32,<0\.34"):
         ours.register()
 
 
@@ -102,7 +102,7 @@ def test_another_version_gives_one_warning_that_names_the_range(monkeypatch):
 
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     monkeypatch.setattr(integrations, "_warned", set())
-    with pytest.warns(RuntimeWarning, match=r"vllm 0\.99\.0.*>=0\.32,<0\.33") as caught:
+    with pytest.warns(RuntimeWarning, match=r"vllm 0\.99\.0.*>=0\.32,<0\.34") as caught:
         assert ours.Backend is ours.Backend
     assert len(caught) == 1
 
