@@ -408,6 +408,12 @@ def test_padding_there_and_back():
     assert torch.equal(x.grad, mask[..., None, None].expand_as(x).float())
 
 
+def test_padding_takes_indices_of_either_integer_type():
+    rows = torch.randn(2, 2, 4)
+    back = bert_padding.pad_input(rows, torch.tensor([0, 3], dtype=torch.int32), 2, 2)  # transformers' places of one token each
+    assert torch.equal(back[0, 0], rows[0]) and torch.equal(back[1, 1], rows[1]) and not back[0, 1].any() and not back[1, 0].any()
+
+
 def test_padding_counts_allocated_rows_apart_from_rows_in_use():
     x, mask, spare = torch.randn(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
     rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask, spare)

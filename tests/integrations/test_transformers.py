@@ -1,5 +1,6 @@
 """transformers with attn_implementation="portattn": the logits and tokens of its own eager attention, whatever the mask."""
 
+import importlib
 import importlib.util
 import os
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
-from portattn import ArgumentError, integrations, reference  # noqa: E402
+from portattn import ArgumentError, compat, integrations, reference  # noqa: E402
 from portattn.demo import weights  # noqa: E402
 from portattn.integrations import transformers as ours  # noqa: E402
 
@@ -165,6 +166,27 @@ def test_continuous_batching_through_the_name_sdpa(kind, monkeypatch):
     got = model.generate_batch(prompts, generation_config=options)
     assert sorted(r.generated_tokens for r in got.values()) == sorted(expected)
     assert calls, "the batches did not reach attention_varlen"
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_its_own_flash_attention_finds_ours_and_pads_each_step(version, monkeypatch):
+    flash, name = importlib.import_module("transformers.modeling_flash_attention_utils"), f"flash_attention_{version}"
+    for kept in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn",
+                 "_process_with_kvcache_kwargs_fn"):
+        monkeypatch.setattr(flash, kept, None)  # put back afterwards
+    monkeypatch.setattr(flash, f"is_flash_attn_{version}_available", lambda: True)  # it asks for a GPU too
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM._from_config(transformers.MistralConfig(**SMALL | KINDS["Mistral"]), attn_implementation="eager").eval()
+    generate = lambda: model.generate(IDS, attention_mask=LEFT_PADDED, max_new_tokens=6, do_sample=False)
+    expected = generate()
+    compat.install()
+    try:
+        flash.lazy_import_flash_attention(name)
+    finally:
+        compat.uninstall()
+    assert flash._flash_varlen_fn.__module__.startswith("portattn.compat.")
+    model.config._attn_implementation_internal = name  # set_attn_implementation would look for the GPU
+    assert torch.equal(generate(), expected)
 
 
 # ------------------------------------------------------------------ the interface itself

@@ -22,8 +22,8 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros (first_axis_dim, …) with values (T, …) at indices (T,)."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    """Zeros (first_axis_dim, …) with values (T, …) at indices (T,), of any integer type."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
