@@ -7,11 +7,12 @@
 Masks stay what they mean. A plain causal, bidirectional or sliding one is not built at all: its structure goes to portattn (causal,
 window_size), with padding removed before a prefill (varlen) and given as a row of keys in decoding. Every other mask (packed positions,
 image blocks, chunks, static caches, a caller's own 4D mask) is built by transformers and added, exactly. Sinks (s_aux), softcap, scaling and
-position biases are honoured; attention dropout above 0 raises. Rows that see no key give 0.
+position biases are honoured; attention dropout above 0 and keys that a model chose (sparse attention) raise. Rows that see no key give 0.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ __all__ = ["NAME", "TESTED", "attention_forward", "attention_mask", "register"]
 NAME = "portattn"
 TESTED = ">=5.24,<5.25"
 _MARK = "_portattn_mask"  # attribute of a 2D mask that attention_mask made
+_SPARSE = 'these keys only (the model makes a mask of them for transformers\' own names: register("sdpa"), and attn_implementation="sdpa")'
+_NOT_COVERED = {"indices": _SPARSE, "block_indices": _SPARSE,  # what models hand to an attention function
+                "sinks": "a sink for each row of queries; use eager attention (sinks of heads come as s_aux)"}
 
 
 def register(name: str = NAME) -> str:
@@ -140,6 +144,15 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
     """transformers' attention interface: query (B, H, Sq, D), key, value (B, Hkv, Sk, D) -> (out (B, Sq, H, Dv), None)."""
     if dropout:
         raise ArgumentError(f"portattn attention: dropout: wanted 0.0 (portattn is for inference; set attention_dropout=0 to train), got {dropout}")
+    for name in _NOT_COVERED:
+        if name in kwargs and kwargs[name] is not None:
+            raise ArgumentError(f"portattn attention: {name}: wanted None: {_NOT_COVERED[name]}")
+    if kwargs.get("output_attentions"):
+        warnings.warn("portattn attention: output_attentions: there are no attention weights to return; use eager attention for them", RuntimeWarning,
+                      stacklevel=2)
+    if query.shape[0] != key.shape[0]:  # learned queries, one row for all
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = (-1, -1) if not sliding_window else (sliding_window - 1, 0 if causal else sliding_window - 1)  # it counts the own position
     kind = query.device.type
@@ -150,17 +163,21 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
     options = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
+    mark = getattr(attention_mask, _MARK, None)
     batched = kwargs.get("write_index") is not None  # continuous batching: its mask says what the lengths and the layer say too
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and max_length_q is not None and position_bias is None and q.shape[0] == 1 and (
-        attention_mask is None or batched
-    ):
+    structure = mark is not None and not mark.padded  # a mask that says no more than causal and window
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and position_bias is None and (attention_mask is None or batched or structure):
         if batched and attention_mask is not None:
             causal = getattr(module, "is_causal", True)  # is_causal=False comes with the mask
-        out = attention_varlen(q[0], k[0], v[0], cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k or max_length_q), causal=bool(causal),
-                               window_size=window, **options)
-        return out[None], None
+        elif structure:
+            causal, window = mark.causal, mark.window
+        rows, length = q.shape[0], q.shape[1]
+        q, k, v = (x[0] if rows == 1 else x.flatten(0, 1) for x in (q, k, v))
+        longest_q = q.shape[0] if max_length_q is None else int(max_length_q)
+        longest_k = int(max_length_k) if max_length_k else k.shape[0] if max_length_q is None else longest_q
+        out = attention_varlen(q, k, v, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, causal=bool(causal), window_size=window, **options)
+        return out.unflatten(0, (rows, length)), None
 
-    mark = getattr(attention_mask, _MARK, None)
     bias = None
     if mark is not None:
         causal, window = mark.causal, mark.window

@@ -87,15 +87,17 @@ def test_packed_positions_keep_sequences_apart(model):
 
 
 def test_lengths_given_by_the_caller_need_no_mask(model):
-    positions, cu = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]), torch.tensor([0, 4, 11], dtype=torch.int32)
-    expected, _ = both(model, lambda m: m(IDS[:1], position_ids=positions, use_cache=False).logits)
-    with torch.no_grad():  # a mask of ones: transformers then takes the row for one sequence, and only the lengths say it is two
-        got = model(IDS[:1], position_ids=positions, attention_mask=torch.ones(1, 11), cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=7,
-                    max_length_k=7, use_cache=False).logits
-    if model.config.model_type == "llama":
-        close(got, expected)
-    else:  # a window is a mask of its own, so lengths are not looked at
-        assert got.isfinite().all()
+    lengths, cu = (4, 7), torch.tensor([0, 4, 11], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = torch.cat([model(ids, use_cache=False).logits for ids in IDS[:1].split(lengths, 1)], 1)
+        model.set_attn_implementation(ours.NAME)
+        # A mask of ones: transformers then takes the row for one sequence, and only the lengths say it is two.
+        for longest in (7, None):
+            got = model(IDS[:1], position_ids=positions, attention_mask=torch.ones(1, 11), cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=longest,
+                        max_length_k=longest, use_cache=False).logits
+            close(got, expected)
 
 
 def test_a_mask_of_the_callers_own_is_added(model):
@@ -203,6 +205,34 @@ def test_rows_of_padding_are_zero():
     assert torch.equal(out[0, :2], torch.zeros(2, 4, 8))
     expected, _ = reference.attention(q[:1, :, 2:], q[:1, :, 2:], q[:1, :, 2:], causal=True, layout="bhsd")
     torch.testing.assert_close(out[:1, 2:].double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_of_several_rows_are_those_of_all_tokens():
+    q, cu = torch.randn(2, 4, 6, 8), torch.tensor([0, 4, 9, 12], dtype=torch.int32)
+    got = call(q, q, q, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=5, max_length_k=5)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    expected, _ = reference.attention_varlen(rows, rows, rows, cu, cu, causal=True)
+    torch.testing.assert_close(got.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_row_of_queries_serves_all_rows_of_keys():
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(2, 2, 6, 8)
+    expected, _ = reference.attention(q.expand(2, -1, -1, -1), k, k, layout="bhsd")
+    torch.testing.assert_close(call(q, k, k, causal=False).double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_keys_that_a_model_chose_are_refused_and_not_ignored(name):
+    q = torch.randn(1, 4, 3, 8)
+    call(q, q, q, **{name: None})
+    with pytest.raises(ArgumentError, match=f"{name}: wanted None"):
+        call(q, q, q, **{name: torch.zeros(1, 3, 2, dtype=torch.int64)})
+
+
+def test_weights_that_are_asked_for_are_missed_with_a_warning():
+    q = torch.randn(1, 4, 3, 8)
+    with pytest.warns(RuntimeWarning, match="output_attentions"):
+        call(q, q, q, output_attentions=True)
 
 
 @pytest.mark.parametrize("width", [None, 2], ids=["all keys", "window"])
