@@ -12,6 +12,7 @@ position biases are honoured; attention dropout above 0 and keys that a model ch
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, Callable, NamedTuple
 
@@ -27,7 +28,7 @@ __all__ = ["NAME", "TESTED", "attention_forward", "attention_mask", "register"]
 NAME = "portattn"
 TESTED = ">=5.24,<5.25"
 _MARK = "_portattn_mask"  # attribute of a 2D mask that attention_mask made
-_SPARSE = 'these keys only (the model makes a mask of them for transformers\' own names: register("sdpa"), and attn_implementation="sdpa")'
+_SPARSE = 'these keys only (for eager and sdpa the model makes a mask of them: register("sdpa") and attn_implementation="sdpa", or eager)'
 _NOT_COVERED = {"indices": _SPARSE, "block_indices": _SPARSE,  # what models hand to an attention function
                 "sinks": "a sink for each row of queries; use eager attention (sinks of heads come as s_aux)"}
 
@@ -64,9 +65,17 @@ class _Mask(NamedTuple):
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
                    mask_function: Callable | None = None, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True,
                    allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs: Any) -> Tensor | None:
-    """transformers' mask interface: None (no mask but is_causal), a 2D mask that carries its structure, or sdpa's 4D bool mask."""
+    """transformers' mask interface: None (no mask but is_causal), a 2D mask that carries its structure, or sdpa's 4D bool mask.
+
+    Models that have no interface but eager's get its mask, 4D and added: their layers' is_causal was never read.
+    """
     from transformers import masking_utils
 
+    if (config := kwargs.get("config")) is not None and _is_for_eager(type(config)):
+        return masking_utils.eager_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function or masking_utils.causal_mask_function, attention_mask=attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **kwargs)
     mask_function = mask_function or masking_utils.causal_mask_function
     plain = None if use_vmap or torch.compiler.is_compiling() or isinstance(q_offset, Tensor) else _structure(mask_function)
     # Skipping is the caller's to allow; queries must be the last rows before the keys' end, as portattn aligns them.
@@ -84,6 +93,20 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     return masking_utils.sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
         attention_mask=attention_mask, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device, **kwargs)
+
+
+_for_eager: dict[type, bool] = {}
+
+
+def _is_for_eager(kind: type) -> bool:
+    """Whether the models of a kind of config say of none of transformers' other attention functions that they support it."""
+    if kind not in _for_eager:
+        from transformers import PreTrainedModel
+
+        module = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+        models = [x for x in vars(module or sys).values() if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.config_class is kind]
+        _for_eager[kind] = bool(models) and not any(x._supports_sdpa or x._supports_flash_attn or x._supports_flex_attn for x in models)
+    return _for_eager[kind]
 
 
 def _structure(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:

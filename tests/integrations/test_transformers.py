@@ -100,6 +100,17 @@ def test_lengths_given_by_the_caller_need_no_mask(model):
             close(got, expected)
 
 
+@pytest.mark.parametrize("mask", [None, LEFT_PADDED], ids=["no padding", "padded"])
+def test_a_model_for_eager_alone_gets_its_mask(mask):
+    torch.manual_seed(0)
+    config = transformers.BigBirdPegasusConfig(vocab_size=97, d_model=48, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+                                               max_position_embeddings=64, init_std=0.3)
+    model = transformers.BigBirdPegasusForCausalLM._from_config(config, attn_implementation="eager").eval()  # its layers say is_causal=False
+    expected, got = both(model, lambda m: m(IDS, attention_mask=mask).logits)
+    keep = (torch.ones_like(IDS) if mask is None else mask).bool()
+    close(got[keep], expected[keep])
+
+
 def test_a_mask_of_the_callers_own_is_added(model):
     mask = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.6
     mask |= torch.eye(11, dtype=torch.bool)
