@@ -395,6 +395,15 @@ def test_private_forwards_return_four():
     assert probs.numel() == 0 and state.numel() == 0
 
 
+def test_private_names_that_engines_import_together_are_there_and_backward_raises():
+    assert fa2_interface._wrapped_flash_attn_forward is fa2_interface._flash_attn_forward
+    assert fa2_interface._wrapped_flash_attn_varlen_forward is fa2_interface._flash_attn_varlen_forward
+    q = torch.randn(1, 2, 2, 16)
+    for name in ("_flash_attn_backward", "_flash_attn_varlen_backward", "_wrapped_flash_attn_backward", "_wrapped_flash_attn_varlen_backward"):
+        with pytest.raises(PortattnError, match="through autograd"):
+            getattr(fa2_interface, name)(q, q, q, q, q, None, dq=None)
+
+
 def test_padding_there_and_back():
     x = torch.randn(3, 5, 2, 4, requires_grad=True)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...api import _attention, _attention_varlen, attention, attention_paged, attention_varlen
 from ...dialect import AFTER, FLASH_ATTN_2, PREFIX_SUMS
+from ...errors import PortattnError
 from .. import _kvcache, _packed
 from .._translate import ANY, ForwardOnly, nothing, refuse, refuse_dropout, window
 
@@ -155,3 +156,13 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
         out, lse = attention_paged(q, k, v, block_table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=int(max_seqlen_q),
                                    _counting=counting, **options)
     return out, lse, nothing(q), nothing(q, torch.int64)
+
+
+def _flash_attn_backward(*given, **named):
+    """Raises: gradients come through autograd. Here because engines that only compute import it with the forwards (diffusers)."""
+    raise PortattnError("_flash_attn_backward: portattn has no backward of its own to call; gradients come through autograd: call "
+                        "flash_attn_func or flash_attn_varlen_func, and backward() of what they return")
+
+
+_flash_attn_varlen_backward = _wrapped_flash_attn_backward = _wrapped_flash_attn_varlen_backward = _flash_attn_backward
+_wrapped_flash_attn_forward, _wrapped_flash_attn_varlen_forward = _flash_attn_forward, _flash_attn_varlen_forward
