@@ -18,7 +18,7 @@ from ._translate import ANY, ForwardOnly, nothing, refuse, sequence_of, wants_gr
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
-__version__ = "3.0.0+portattn"  # the release whose signatures these are
+__version__ = "3.0.0.post0+portattn"  # the release whose signatures these are
 
 _NO_QV = "wanted None: a second query against v (absorbed MLA) is one head_dim in portattn: concatenate q with qv, and k with v"
 

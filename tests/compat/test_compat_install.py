@@ -48,10 +48,17 @@ def test_metadata_and_specs_answer():
     assert importlib.reload(flash_attn) is flash_attn
 
 
+def test_versions_are_numbers_where_engines_split_them_at_the_dots():
+    compat.install()
+    for name in ("flash_attn", "flash_attn_interface"):
+        assert all(int(part) >= 0 for part in importlib.import_module(name).__version__.split(".")[:3])  # xformers' way
+    assert importlib.import_module("flash_attn.flash_attn_interface").flash_attn_gpu is None
+
+
 def test_flash_attention_3_is_the_distribution_that_engines_look_for():
     compat.install("flash_attn_interface")
     assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]  # transformers asks for this name
-    assert importlib.metadata.version("flash_attn_3") == importlib.import_module("flash_attn_interface").__version__ == "3.0.0+portattn"
+    assert importlib.metadata.version("flash_attn_3") == importlib.import_module("flash_attn_interface").__version__ == "3.0.0.post0+portattn"
     compat.uninstall()
     assert "flash_attn_interface" not in importlib.metadata.packages_distributions()
 

@@ -15,7 +15,8 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-__version__ = "2.8.4+portattn"  # the release whose signatures these are
+# The release whose signatures these are. Its first three parts are numbers, as those take for granted who split it at the dots.
+__version__ = "2.8.4.post0+portattn"
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",

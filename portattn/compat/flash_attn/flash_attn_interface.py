@@ -128,6 +128,9 @@ def _with_probs(got: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------ private names that ring-attention code imports
+flash_attn_gpu = None  # flash-attn's extension: xformers reads it before it looks at the version, and then does without flash-attn
+
+
 def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
                         return_softmax):
     """(out, lse (B, Hq, Sq), an empty tensor, an empty tensor): the two are the dropout mask and its random state."""
