@@ -48,7 +48,7 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
 
 
 class ForwardOnly(torch.autograd.Function):
-    """run(*tensors) of tensors that require grad: flash-attn takes them and has no backward; here backward raises, with a reason."""
+    """run(*tensors) of tensors that require grad: flash-attn takes them and has no backward; here it raises, with a reason."""
 
     @staticmethod
     def forward(ctx, call, run, *tensors):
@@ -57,8 +57,14 @@ class ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise PortattnError(f"{ctx.call}: no gradients over a cache or a block_table, which no backend computes (nor does flash-attn): "
-                            "call it under torch.no_grad(), or without them")
+        raise PortattnError(f"{ctx.call}: no gradients over a cache or a block_table, which no backend computes (nor does "
+                            "flash-attn): call it under torch.no_grad(), or without them")
+
+
+def no_backward(*given: Any, **named: Any) -> None:
+    """What flash-attn's private backward functions are here."""
+    raise PortattnError("_flash_attn_backward: portattn has no backward of its own to call; gradients come through autograd: call "
+                        "flash_attn_func or flash_attn_varlen_func, and backward() of what they return")
 
 
 # ------------------------------------------------------------------ small tensors that are asked for again and again

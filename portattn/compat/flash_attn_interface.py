@@ -13,7 +13,7 @@ from torch import Tensor
 from ..api import _attention, attention, attention_varlen, merge_states
 from ..dialect import HEADS_FIRST, lengths, lse_as
 from . import _chunks, _kvcache, _packed
-from ._translate import ANY, ForwardOnly, nothing, refuse, sequence_of, wants_gradients, window
+from ._translate import ANY, ForwardOnly, no_backward, nothing, refuse, sequence_of, wants_gradients, window
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "get_scheduler_metadata"]
@@ -200,3 +200,41 @@ def _moved_together(q: Tensor, cu_seqlens: Tensor, used: Tensor) -> tuple[Tensor
     sequence, place = sequence_of(q.shape[0], cu_seqlens)
     back = (cu_used[sequence] + place).clamp(0, last)
     return q[source], cu_used, back, place < lengths(cu_used)[sequence]
+
+
+# ------------------------------------------------------------------ private names that ring-attention code imports
+def _flash_attn_forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None,
+                        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1,
+                        window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
+                        num_splits=1, pack_gqa=None, sm_margin=0):
+    """(out, lse (B, Hq, Sq) or (Hq, Tq), an empty tensor, an empty tensor): with cu_seqlens_k ragged, with seqused_k or what only a
+    cache has as `flash_attn_with_kvcache`, else dense. out is out_, if given."""
+    call = "_flash_attn_forward"
+    tail = dict(softmax_scale=softmax_scale, causal=causal, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+                window_size=(window_size_left, window_size_right), attention_chunk=attention_chunk, softcap=softcap,
+                num_splits=num_splits, qv=qv)
+    of_caches = dict(k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
+                     leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary)
+    asked = [name for name, value in of_caches.items() if value is not None]
+    if cu_seqlens_k is not None:
+        for name in asked:
+            refuse(call, name, of_caches[name], "wanted None together with cu_seqlens_k")
+        out, lse = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+                                          return_attn_probs=True, **tail)
+    elif seqused_q is not None:
+        refuse(call, "seqused_q", seqused_q, "wanted None without cu_seqlens_k")
+    elif asked or seqused_k is not None or cu_seqlens_q is not None:
+        out, lse, *_ = flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=seqused_k,
+            cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
+            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, **tail)
+    else:
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **tail)
+    empty = nothing(q)
+    return out if out_ is None else out_.copy_(out), lse, empty, empty
+
+
+_flash_attn_backward = no_backward

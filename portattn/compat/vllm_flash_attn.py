@@ -35,7 +35,8 @@ def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu
                            gather_kv_valid_length: Tensor | None = None):
     """q (Tq, Hq, D) over k, v (Tk, Hkv, D) with cu_seqlens_k, or over pages (N, P, Hkv, D) with block_table and seqused_k.
 
-    seqused_k together with cu_seqlens_k, which vLLM allows for version 4 only, are the keys in use of each sequence. Returns out (the tensor `out`, if given), or (out, lse (Hq, Tq)). Descales are (B, Hkv).
+    seqused_k together with cu_seqlens_k, which vLLM allows for version 4 only, are the keys in use of each sequence.
+    Returns out (the tensor `out`, if given), or (out, lse (Hq, Tq)). Descales are (B, Hkv).
     """
     if (dropout_p or q_v is not None or return_attn_probs or output_scale is not None or cp_world_size != 1 or cp_rank
             or mask_mod is not None or block_sparse_tensors is not None or aux_tensors is not None or dynamic_causal is not None

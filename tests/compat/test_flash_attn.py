@@ -402,6 +402,30 @@ def test_private_names_that_engines_import_together_are_there_and_backward_raise
     for name in ("_flash_attn_backward", "_flash_attn_varlen_backward", "_wrapped_flash_attn_backward", "_wrapped_flash_attn_varlen_backward"):
         with pytest.raises(PortattnError, match="through autograd"):
             getattr(fa2_interface, name)(q, q, q, q, q, None, dq=None)
+    with pytest.raises(PortattnError, match="through autograd"):
+        fa3._flash_attn_backward(q, q, q, q, q, None)
+
+
+def test_the_private_forward_of_3_is_each_of_its_functions():
+    q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
+    options = dict(softmax_scale=0.3, causal=True, window_size_left=4, softcap=2.0)
+    public = dict(softmax_scale=0.3, causal=True, window_size=(4, -1), softcap=2.0)
+    same = lambda got, want: all(torch.equal(a, b) for a, b in zip(got, want))
+    buffer = torch.empty_like(q)
+    got = fa3._flash_attn_forward(q, k, v, out_=buffer, **options)
+    assert len(got) == 4 and got[0] is buffer and same(got, fa3.flash_attn_func(q, k, v, return_attn_probs=True, **public))
+    cu_q, cu_k, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 6], [0, 8, 16], [5, 7]))
+    rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    got = fa3._flash_attn_forward(*rows, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_k=used, max_seqlen_q=3, max_seqlen_k=8, **options)
+    assert same(got, fa3.flash_attn_varlen_func(*rows, cu_q, cu_k, 3, 8, seqused_k=used, return_attn_probs=True, **public))
+    new, caches, others = torch.randn(2, 1, 2, 16), (k.clone(), v.clone()), (k.clone(), v.clone())
+    got = fa3._flash_attn_forward(q, *caches, new, new, seqused_k=used, leftpad_k=used - 3, **options)
+    want = fa3.flash_attn_with_kvcache(q, *others, new, new, cache_seqlens=used, cache_leftpad=used - 3, return_softmax_lse=True, **public)
+    assert same((*got, *caches), (*want, *others))
+    with pytest.raises(ArgumentError, match="leftpad_k: wanted None together"):
+        fa3._flash_attn_forward(*rows, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, leftpad_k=used, max_seqlen_q=3, max_seqlen_k=8)
+    with pytest.raises(ArgumentError, match="seqused_q: wanted None"):
+        fa3._flash_attn_forward(q, k, v, seqused_q=used)
 
 
 def test_padding_there_and_back():

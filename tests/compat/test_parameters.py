@@ -50,6 +50,7 @@ VARLEN = dict(q=TQ, k=TK, v=TV, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, max_seqlen
 CACHE = dict(q=Q, k_cache=K, v_cache=V, cache_seqlens=LENS)
 APPEND = CACHE | dict(k=NEW_K, v=NEW_V)
 ROTARY = APPEND | dict(rotary_cos=COS, rotary_sin=SIN)
+PRIVATE = DENSE | dict(k_new=NEW_K, v_new=NEW_V, seqused_k=LENS)
 BOUNDS = dict(max_seqlen_q=("hint", 100), max_seqlen_k=("hint", 100))
 
 # function: (base arguments, {parameter: (kind, another value[, base arguments to change it in])}, the peer's signature after its names)
@@ -110,6 +111,22 @@ FUNCTIONS = {
         softmax_scale=("honoured", 0.5), causal=("honoured", True), window_size=("honoured", (2, 0)), attention_chunk=("honoured", 2),
         softcap=("honoured", 1.0), rotary_interleaved=("honoured", False, ROTARY), scheduler_metadata=("hint", torch.zeros(4, dtype=INT)),
         num_splits=("hint", 1), pack_gqa=("hint", True), sm_margin=("hint", 8), return_softmax_lse=("honoured", True))),
+    fa3._flash_attn_forward: (DENSE, TENSORS | dict(
+        k_new=("honoured", NEW_K * 2, PRIVATE), v_new=("honoured", NEW_V + 1, PRIVATE), qv=("refused", Q), out_=("honoured", Q.double()),
+        cu_seqlens_q=("honoured", torch.tensor([0, 2, 6], dtype=INT), VARLEN), cu_seqlens_k=("honoured", torch.tensor([0, 5, 16], dtype=INT), VARLEN),
+        cu_seqlens_k_new=("honoured", torch.tensor([0, 1, 6], dtype=INT), DENSE | dict(
+            q=TQ, cu_seqlens_q=CU_Q, seqused_k=LENS, k_new=NEW_K.flatten(0, 1), v_new=NEW_V.flatten(0, 1), cu_seqlens_k_new=CU_Q)),
+        seqused_q=("honoured", torch.tensor([2, 3], dtype=INT), VARLEN), seqused_k=("honoured", LENS), max_seqlen_q=("hint", 100, VARLEN),
+        max_seqlen_k=("hint", 100, VARLEN),
+        page_table=("honoured", TABLE.flip(1), DENSE | dict(k=PAGES_K, v=PAGES_V, seqused_k=LENS, page_table=TABLE)),
+        kv_batch_idx=("honoured", torch.tensor([1, 0], dtype=INT)), leftpad_k=("honoured", torch.tensor([1, 2], dtype=INT)),
+        rotary_cos=("honoured", COS.flip(0), PRIVATE | dict(rotary_cos=COS, rotary_sin=SIN)),
+        rotary_sin=("honoured", SIN.flip(0), PRIVATE | dict(rotary_cos=COS, rotary_sin=SIN)),
+        seqlens_rotary=("honoured", LENS + 4, PRIVATE | dict(rotary_cos=COS, rotary_sin=SIN))) | DESCALES | dict(
+        softmax_scale=("honoured", 0.5), causal=("honoured", True), window_size_left=("honoured", 1), window_size_right=("honoured", 0),
+        attention_chunk=("honoured", 2), softcap=("honoured", 1.0),
+        rotary_interleaved=("honoured", False, PRIVATE | dict(rotary_cos=COS, rotary_sin=SIN)),
+        scheduler_metadata=("hint", torch.zeros(4, dtype=INT)), num_splits=("hint", 3), pack_gqa=("hint", True), sm_margin=("hint", 8))),
     fa3.flash_attn_combine: (
         dict(out_partial=rand(3, 2, 5, 4, 8), lse_partial=rand(3, 2, 5, 4)),
         dict(out_partial=("honoured", rand(3, 2, 5, 4, 8)), lse_partial=("honoured", rand(3, 2, 5, 4)),
@@ -171,6 +188,7 @@ SIGNATURES = {
     fa3.flash_attn_qkvpacked_func: "qkv softmax_scale=None causal=False q_descale=None k_descale=None v_descale=None window_size=(-1,-1) attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
     fa3.flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None window_size=(-1,-1) attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False",
     fa3.flash_attn_with_kvcache: "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None q_descale=None k_descale=None v_descale=None softmax_scale=None causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    fa3._flash_attn_forward: "q k v k_new=None v_new=None qv=None out_=None cu_seqlens_q=None cu_seqlens_k=None cu_seqlens_k_new=None seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None q_descale=None k_descale=None v_descale=None softmax_scale=None causal=False window_size_left=-1 window_size_right=-1 attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0",
     fa3.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None",
     fa3.get_scheduler_metadata: "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None sm_margin=0",
     vllm_flash_attn.get_scheduler_metadata: "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False window_size=(-1,-1) has_softcap=False num_splits=0 pack_gqa=None sm_margin=0",

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...api import _attention, _attention_varlen, attention, attention_paged, attention_varlen
 from ...dialect import AFTER, FLASH_ATTN_2, PREFIX_SUMS
-from ...errors import PortattnError
 from .. import _kvcache, _packed
-from .._translate import ANY, ForwardOnly, nothing, refuse, refuse_dropout, window
+from .._translate import ANY, ForwardOnly, no_backward, nothing, refuse, refuse_dropout, window
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -161,11 +160,7 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
     return out, lse, nothing(q), nothing(q, torch.int64)
 
 
-def _flash_attn_backward(*given, **named):
-    """Raises: gradients come through autograd. Here because engines that only compute import it with the forwards (diffusers)."""
-    raise PortattnError("_flash_attn_backward: portattn has no backward of its own to call; gradients come through autograd: call "
-                        "flash_attn_func or flash_attn_varlen_func, and backward() of what they return")
-
-
-_flash_attn_varlen_backward = _wrapped_flash_attn_backward = _wrapped_flash_attn_varlen_backward = _flash_attn_backward
+# Engines that only compute import these with the forwards (diffusers).
+_flash_attn_backward = _flash_attn_varlen_backward = no_backward
+_wrapped_flash_attn_backward = _wrapped_flash_attn_varlen_backward = no_backward
 _wrapped_flash_attn_forward, _wrapped_flash_attn_varlen_forward = _flash_attn_forward, _flash_attn_varlen_forward
