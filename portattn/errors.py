@@ -15,6 +15,9 @@ class ArgumentTypeError(PortattnError, TypeError):
     """An argument is of a wrong Python type; the text lists every fault of the call."""
 
 
+ONLY_ONCE = "portattn: gradients of gradients: attention can be differentiated once"  # a RuntimeError, as torch's own of that kind
+
+
 def faults(call: str, lines: list[str]) -> str:
     """The text of an error that lists what is wrong with a call."""
     return f"{call}: " + (f"{len(lines)} faults\n  " if len(lines) > 1 else "") + "\n  ".join(lines)

@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from . import api
-from .errors import ArgumentError, NoBackendError
+from .errors import ONLY_ONCE, ArgumentError, NoBackendError
 
 _TAIL = "bool causal, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap"
 _END = "bool return_lse, SymInt num_splits, bool batch_invariant, str? backend"
@@ -182,7 +182,7 @@ def _function(op: Any, setup: Callable, gradients: Callable) -> type:
 
 
 def _only_once(*_: Any) -> None:
-    raise RuntimeError("portattn: gradients of gradients: attention can be differentiated once")
+    raise RuntimeError(ONLY_ONCE)
 
 
 def _is_differentiated() -> bool:

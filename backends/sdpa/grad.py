@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from portattn.device import without_autocast
+from portattn.errors import ONLY_ONCE
 
 from . import arith, lengths, tiled
 from .tiled import INF, Rules
@@ -33,14 +33,28 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out, d_lse):
         q, k, v, bias, slopes, sinks, out, lse = ctx.saved_tensors
         rules = ctx.rules._replace(bias=bias, slopes=slopes, sinks=sinks)
         need = (ctx.needs_input_grad[3], ctx.needs_input_grad[4])
-        with without_autocast(q.device.type):
+        with torch.no_grad(), without_autocast(q.device.type):
             grads = _backward(q, k, v, rules, ctx.lens, out, lse, d_out, d_lse, need, ctx.limit)
+        if torch.is_grad_enabled():
+            grads = _Once.apply(len(grads), *grads, *ctx.saved_tensors[:6], d_out, d_lse)
         return (*grads, None, None, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """`count` gradients as they are, a part of the graph of all that they depend on: once_differentiable of torch leaves them
+    out of it where out's gradient is a constant, and a penalty on them would be lost."""
+
+    @staticmethod
+    def forward(ctx, count: int, *tensors):
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(ONLY_ONCE)
 
 
 def attention(

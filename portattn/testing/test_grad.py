@@ -126,6 +126,26 @@ def test_where_undeclared_a_gradient_is_declined(target: Target, case: Case) -> 
         raise Dishonest("grad is declared, but no finite gradient came")
 
 
+@rule("C-GRAD", "dense-f32-h4x2-d32-q5k9\nvarlen-f32-h4x2-d32-q5k9+q1k3")
+def test_gradients_of_gradients_match_or_are_refused(target: Target, case: Case) -> None:
+    """A penalty on a gradient, as it is trained with: torch leaves it out where out's own gradient is a constant, unless told."""
+    def penalized(call: Call, run, dtype: torch.dtype | None) -> torch.Tensor:
+        q = call.args[0].detach().to("cpu" if dtype else target.device, dtype).requires_grad_()
+        out = run(call._replace(args=(q, *call.args[1:])))
+        (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        return torch.autograd.grad(out.sum() + first.square().sum(), q)[0].cpu().double()
+
+    call = target.build(case)
+    oracle = getattr(reference, call.function)
+    wanted = penalized(call, lambda c: oracle(*c.args, **c.kwargs)[0], torch.float64)
+    try:
+        got = penalized(call, target.run, None)
+    except RuntimeError:  # NoBackendError, too
+        return
+    if not torch.allclose(got, wanted, rtol=1e-4, atol=1e-5):
+        raise Mismatch(f"gradient of a gradient's square: off by {float((got - wanted).abs().max()):g}")
+
+
 @rule("C-GRAD")
 def test_gradients_of_a_merge(target: Target) -> None:
     """Of outs, lses and sinks, through out and lse; a row without keys has none. Or NoBackendError."""

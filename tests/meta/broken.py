@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from toy import INF, Toy
 
 from portattn.errors import NoBackendError
@@ -622,6 +623,29 @@ class GradientOfEmptyRowsIsNaN(Toy):
         out, empty = out.clone(), lse == -INF
         out[empty] = out[empty] + (0 * q[empty].float() ** 2).sum(-1, keepdim=True).sqrt()
         return out, lse
+
+
+@breaks("C-GRAD", "test_gradients_of_gradients")
+class GradientsOfGradientsDropped(Toy):
+    """Gradients that are no part of a graph."""
+
+    def attention(self, call, bound):
+        class Once(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, out):
+                ctx.save_for_backward(q, out)
+                return out.clone()
+
+            @staticmethod
+            @once_differentiable
+            def backward(ctx, d_out):
+                with torch.enable_grad():
+                    q = ctx.saved_tensors[0].detach().requires_grad_()
+                    out = Toy.attention(self, call._replace(q=q, return_lse=False), bound)
+                return torch.autograd.grad(out, q, d_out)[0], None
+
+        got = super().attention(call, bound)
+        return got if call.return_lse or not call.q.requires_grad else Once.apply(call.q, got.detach())
 
 
 @breaks("C-GRAD", "test_gradients_match")
