@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from portattn.device import without_autocast
-from portattn.errors import ONLY_ONCE
+from portattn.errors import ONLY_ONCE, ArgumentError
 
 from . import arith, lengths, tiled
 from .tiled import INF, Rules
+
+_ONE_BY_ONE = ("gradients of out: wanted one at a time, or torch.func.jacrev or torch.func.vmap for many, got a batch of them by "
+               "is_grads_batched=True or vectorize=True, whose vmap knows few operators")
 
 
 class _Attention(torch.autograd.Function):
@@ -34,6 +38,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
+        if any(map(is_legacy_batchedtensor, (d_out, d_lse))):
+            raise ArgumentError(_ONE_BY_ONE)
         q, k, v, bias, slopes, sinks, out, lse = ctx.saved_tensors
         rules = ctx.rules._replace(bias=bias, slopes=slopes, sinks=sinks)
         need = (ctx.needs_input_grad[3], ctx.needs_input_grad[4])

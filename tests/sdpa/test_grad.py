@@ -108,6 +108,19 @@ def test_second_derivatives_are_refused(loss):
         (loss(out) + first.square().sum()).backward()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_batch_of_gradients_is_named_and_torch_func_has_it():
+    q = leaf(randn(1, 3, 2, 4))
+    run = lambda q: portattn.attention(q, q, q, causal=True, return_lse=True, backend="sdpa")
+    for i in range(2):
+        out = run(q)[i]
+        each = torch.eye(out.numel()).view(-1, *out.shape)
+        with pytest.raises(portattn.ArgumentError, match="torch.func.jacrev"):
+            torch.autograd.grad(out, q, each, is_grads_batched=True)
+        want = torch.stack([torch.autograd.grad(run(q)[i], q, x)[0] for x in each])
+        torch.testing.assert_close(torch.func.jacrev(lambda q: run(q)[i])(q.detach()).view(want.shape), want)
+
+
 def test_paged_declines_gradients():
     cache = randn(2, 4, 2, 8)
     with pytest.raises(portattn.NoBackendError, match="grad"):
