@@ -163,13 +163,15 @@ def translated(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v:
     if alike and not together and cache_leftpad is None and rotary_seqlens is None and not append_first:
         return q, k_cache, v_cache, block_table, cache_seqlens, k, v, rotary_cos, rotary_sin, BEFORE
 
-    start = cache_seqlens
+    # Rounded once, to the caches' dtype: cache_append itself rounds float32 to 8 bits.
+    kinds = (torch.float32,) * 2 if k_cache.dtype.itemsize == 1 and k.dtype == v.dtype == q.dtype else (k.dtype, v.dtype)
+    k, v, start = k.float(), v.float(), cache_seqlens
     lens = plus(start, k.shape[1]) if cu_seqlens_k_new is None else start + lengths(cu_seqlens_k_new)
     if rotary_cos is not None:
         at = start if rotary_seqlens is None else rotary_seqlens
         q = rotate(q, _positions(q, at, cu_seqlens_q, not together), rotary_cos, rotary_sin, rotary_interleaved)
         k = rotate(k, _positions(k, at, cu_seqlens_k_new, True), rotary_cos, rotary_sin, rotary_interleaved)
-    _append(k, v, k_cache, v_cache, block_table, start, cu_seqlens_k_new, k_scale, v_scale)
+    _append(k, v, kinds, k_cache, v_cache, block_table, start, cu_seqlens_k_new, k_scale, v_scale)
     if cache_leftpad is None:
         return q, k_cache, v_cache, block_table, lens, None, None, None, None, AFTER
     return *_skipped(q, k_cache, v_cache, block_table, lens, cache_leftpad), None, None, None, None, AFTER
@@ -185,9 +187,9 @@ def _positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None, follow: bool
     return start[sequence] + place if follow else start[sequence]
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, start: Tensor, cu_seqlens: Tensor | None,
-            k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Writes k and v (already turned) at `start`, `start` + 1, … of each sequence."""
+def _append(k: Tensor, v: Tensor, kinds: tuple[torch.dtype, torch.dtype], k_cache: Tensor, v_cache: Tensor, table: Tensor,
+            start: Tensor, cu_seqlens: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Writes k and v (float32, already turned), as tensors of these kinds, at `start`, `start` + 1, … of each sequence."""
     batch, page_size = table.shape[0], k_cache.shape[1]
     if cu_seqlens is None:
         sequence = torch.arange(batch, device=k.device)[:, None].expand(k.shape[:2]).flatten()
@@ -202,14 +204,12 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tenso
     inside = (position >= 0) & (column < table.shape[1]) & owned
     page = table[sequence, column.clamp(0, max(table.shape[1] - 1, 0))].long()
     slot = torch.where(inside, page * page_size + position % page_size, -1)
-    cache_append(_divided(k, k_scale, sequence), _divided(v, v_scale, sequence), k_cache, v_cache, slot)
+    cache_append(_divided(k, k_scale, sequence).to(kinds[0]), _divided(v, v_scale, sequence).to(kinds[1]), k_cache, v_cache, slot)
 
 
 def _divided(x: Tensor, scale: Tensor | None, sequence: Tensor) -> Tensor:
-    """x (T, H, D) by a scale (), (H,) or (B, H), rounded to x's dtype."""
-    if scale is None:
-        return x
-    return (x.float() / (scale[sequence] if scale.dim() == 2 else scale)[..., None]).to(x.dtype)
+    """x (T, H, D) by a scale (), (H,) or (B, H)."""
+    return x if scale is None else x / (scale[sequence] if scale.dim() == 2 else scale)[..., None]
 
 
 def _skipped(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, leftpad: Tensor) -> tuple[Tensor, ...]:

@@ -258,6 +258,24 @@ def test_kvcache_append_counts_lengths_before_it(seqlens):
     close(caches[0], after)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("turns", [True, False])
+def test_what_is_appended_before_the_call_is_rounded_once(kind, turns):
+    """Left pads and chunks have keys turned, divided and stored here; the caches hold what the call itself stores without them."""
+    q, new, scale = torch.randn(2, 32, 4, 64, dtype=torch.bfloat16), torch.randn(2, 2, 32, 2, 64, dtype=torch.bfloat16), torch.rand(2, 2, 2) + 0.3
+    cos, sin = tables(64, 64)
+
+    def stored(**options):
+        caches = torch.zeros(2, 40, 2, 64).to(kind), torch.zeros(2, 40, 2, 64).to(kind)
+        fa3.flash_attn_with_kvcache(q, *caches, *new, rotary_cos=cos if turns else None, rotary_sin=sin if turns else None, cache_seqlens=torch.tensor([3, 5], dtype=torch.int32),
+                                    causal=True, k_descale=scale[0], v_descale=scale[1], **options)
+        return [x.view(torch.uint8) for x in caches]
+
+    for options in (dict(cache_leftpad=torch.tensor([0, 1], dtype=torch.int32)), dict(attention_chunk=16)):
+        for got, expected in zip(stored(**options), stored()):
+            assert (got != expected).float().mean() < 1e-4  # the last bit of a quotient, which float32 and float64 round apart
+
+
 def test_kvcache_over_pages_of_any_size_ignores_what_lies_past_the_lengths():
     q, k, v, _, cu_k, _, _ = ragged((1, 1, 1), (5, 1, 11))
     k_pages, v_pages, table = two_caches(k, v, cu_k, page_size=3)
