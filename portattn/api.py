@@ -636,7 +636,7 @@ class Plan:
         metas = self._metas
         for name, value in changed.items():
             if name not in metas:
-                raise validate.ArgumentTypeError(f"plan: unknown argument {name!r}; known: {', '.join(metas)}")
+                raise validate.ArgumentTypeError(f"plan: unknown argument {name!r}; known: {', '.join(n for n in metas if n[0] != '_')}")
             if _meta(value) != metas[name]:
                 raise validate.ArgumentError(f"plan: {name}: wanted {metas[name]} as planned, got {_meta(value)}")
         self._plain(changed)
