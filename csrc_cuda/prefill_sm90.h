@@ -56,8 +56,8 @@ struct PrefillSm90 {
   // Threads that widen what came in boxes: a warpgroup, or two warps of the copying one where products want more registers than 512 threads leave.
   static constexpr int kWideners = !kWiden || !kBoxed ? 0 : kD > 192 ? 64 : sm90::kGroup, kWarpgroups = kConsumers + (kWideners == sm90::kGroup ? 2 : 1);
   static constexpr int kThreads = sm90::kGroup * kWarpgroups;
-  // What is multiplied: T, or f16 where two copying warps are free to make it of q, which is bf16.
-  static constexpr bool kConvert = kIsBf16<T> && kWideners == sm90::kGroup;
+  // What is multiplied: T, or f16 where q is bf16 and keys are 8 bits. Two copying warps make it of q, which are those that widen if there are no others.
+  static constexpr bool kConvert = kIsBf16<T> && kWideners > 0;
   static constexpr int kConverters = 64;
   using Factor = typename Choose<kConvert, f16, T>::Type;
   static constexpr int kRows = 64 * kConsumers;
@@ -109,7 +109,7 @@ struct PrefillSm90 {
     if (barrier >= kLandedQ) return 32;
     if (barrier >= kEmptyRaw) return kWideners;
     if (barrier >= kFullRaw) return 1;
-    if (barrier >= kPassed) return kWideners ? 1 + kWideners / 32 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
+    if (barrier >= kPassed) return !kWideners ? 3 : kWideners == sm90::kGroup ? 5 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
     if (barrier >= kFound) return 32;
     if (barrier >= kLanded) return 1;
     if (of_keys) return kWideners ? kWideners : kBoxed ? 1 : sm90::kGroup;
@@ -664,18 +664,24 @@ struct PrefillSm90 {
 
   // What copying_raw brought, to stages, in the same order.
   PA_DEVICE void widening() const {
+    Ring<kQStages> qs;
     Ring<kRawStages> raw;
     Ring<kKStages> ks;
     Ring<kVStages> vs;
     for (int nth = 0;; ++nth) {
       const Tile& t = found(nth);
-      if (t.b < 0) return;
+      constexpr bool kConvertToo = kConvert && !kWidenRegisters;
+      if (t.b < 0) {
+        if (kConvertToo) convert(qs, false);
+        return;
+      }
 #pragma unroll 1
       for (int block = t.last - 1; block >= t.first - 1; --block) {
         if (block >= t.first) {
           widen_block(raw, t, block, k_tile + ks.stage * kStageBytes, kEmptyK + ks.stage, ks.parity, kFullK + ks.stage);
           ks.next();
         }
+        if (kConvertToo && block == t.last - 1) convert(qs, true);
         if (block + 1 < t.last) {
           widen_block(raw, t, block + 1, v_tile + vs.stage * kStageBytes, kEmptyV + vs.stage, vs.parity, kFullV + vs.stage);
           vs.next();
@@ -751,30 +757,34 @@ struct PrefillSm90 {
     Ring<kQStages> ring;
     for (int nth = 0;; ++nth) {
       const bool more = found(nth).b >= 0;
-      sm90::wait(barrier(kLandedQ + ring.stage), ring.parity);
-      if (more) {
-#pragma unroll 1
-        for (int row = thread_x() - 32; row < kRows; row += kConverters) control.q_units[ring.stage * kRows + row] = convert_row(q_tile + ring.stage * kQBytes, row);
-        sm90::engines_see_writes();
-      }
-      sm90::arrive(barrier(kFullQ + ring.stage));
+      convert(ring, more);
       if (!more) return;
       passed(nth);
-      ring.next();
     }
+  }
+  // q of the next tile, if there is one, by kConverters threads from the second warp on.
+  PA_DEVICE void convert(Ring<kQStages>& ring, bool more) const {
+    sm90::wait(barrier(kLandedQ + ring.stage), ring.parity);
+    if (more) {
+#pragma unroll 1
+      for (int row = thread_x() - 32; row < kRows; row += kConverters) control.q_units[ring.stage * kRows + row] = convert_row(q_tile + ring.stage * kQBytes, row);
+      sm90::engines_see_writes();
+    }
+    sm90::arrive(barrier(kFullQ + ring.stage));
+    ring.next();
   }
   // A row of bf16 to f16, divided by the power of two that is returned: its largest element is then next to f16's largest, and elements down to 2^-32 of it are exact.
   PA_DEVICE float convert_row(u8* tile, int row) const {
     const auto piece = [&](int i) { return reinterpret_cast<Bytes16*>(tile + i / 8 * kRowPanelBytes + sm90::place(row, i & 7)); };
-    int highest = 0;
+    u32 highest = 0;  // of even and of odd elements
 #pragma unroll 4
     for (int i = 0; i < kPieces; ++i) {
       const Bytes16 x = *piece(i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) highest = max_of(highest, max_of(static_cast<int>(x.x[j] & 0x7fff), static_cast<int>(x.x[j] >> 16 & 0x7fff)));
+      for (int j = 0; j < 4; ++j) highest = sm90::larger_halves(highest, x.x[j] & 0x7fff7fff);
     }
     // 2^(15 - its exponent), in float32's range; of infinities and NaN, as of the largest finite number.
-    const int exponent = min_of(254, max_of(16, highest >> 7));
+    const int exponent = min_of(254, max_of(16, max_of(static_cast<int>(highest >> 23), static_cast<int>(highest >> 7 & 0xff))));
     const float factor = bits_float(static_cast<u32>(127 + 15 + 127 - exponent) << 23);
 #pragma unroll 2
     for (int i = 0; i < kPieces; ++i) {
@@ -832,10 +842,10 @@ struct PrefillSm90 {
       else copying_values();
     } else if (w == 0) {
       copying_raw();
-    } else if constexpr (kConvert) {
-      converting();
     } else if constexpr (!kWidenRegisters) {
       widening();
+    } else if constexpr (kConvert) {
+      converting();
     }
   }
 

@@ -121,6 +121,13 @@ PA_DEVICE void store_matrices(void* row, const u32 (&r)[4]) {
 // of boxes that come after the barrier.
 PA_DEVICE void engines_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Of two pairs of unsigned 16-bit numbers the larger ones.
+PA_DEVICE u32 larger_halves(u32 a, u32 b) {
+  u32 y;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // Registers a thread of this warpgroup may have from here on.
 template <int kRegisters>
 PA_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }

@@ -253,7 +253,7 @@ def prefill_sm90_shared(kv_bytes: int, dim: int, consumers: int, n: int, boxed: 
     rows = halves * q // 2
     k_stages = 3 if rows + 5 * stage <= room else 2
     barriers = 2 * (k_stages - 2) + (6 if kv_bytes == 1 and boxed else 0)  # besides those of every instance
-    units = 4 * 64 * consumers * (2 if halves >= 4 else 1) if kv_bytes == 1 and boxed and bf16 and dim <= 192 else 8
+    units = 4 * 64 * consumers * (2 if halves >= 4 else 1) if kv_bytes == 1 and boxed and bf16 else 8
     return rows + (2 + k_stages) * stage + raw + 1064 + 8 * barriers + units
 
 

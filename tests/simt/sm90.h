@@ -204,6 +204,8 @@ inline void store_matrices(void* row, const u32 (&r)[4], SIMT_HERE) {
   for (int i = 0; i < 4; ++i) std::memcpy(static_cast<u8*>(rows(8 * i + lane / 4)) + 4 * (lane % 4), &r[i], 4);
 }
 
+inline u32 larger_halves(u32 a, u32 b) { return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff); }
+
 template <int kRegisters>
 inline void give_registers() {}
 template <int kRegisters>
