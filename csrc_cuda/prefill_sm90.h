@@ -12,16 +12,16 @@
 // Memory     q, of two tiles if there is room, out, two or three stages of k, two of v, swizzled for wgmma (sm90.h); two blocks of 8 bits.
 //            kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
-// Numerics   float32 accumulation; probabilities rounded to q's type. Of bf16 q and 8 bits that a warpgroup widens, products are of f16, which holds
-//            8 bits exactly and costs half the instructions: rows of q are multiplied by powers of two (q_units). Key blocks stand at multiples of kN, so a row's bits
-//            do not depend on what else is in the call.
+// Numerics   float32 accumulation; probabilities rounded to q's type. Of bf16 q and 8-bit keys in boxes, products are of f16, which holds 8 bits
+//            exactly and to which half the instructions widen: rows of q are divided by powers of two (q_units). Key blocks stand at multiples
+//            of kN, so a row's bits do not depend on what else is in the call.
 // Cost       4 x rows x keys x kD flops.
 // Vendor     sm_90a.
 // Copies     Blocks whose keys are all the sequence's come in boxes by the copy engine (TMA), as many rows at a time as lie in
 //            one page. A sequence's last block, of which no byte past the length may count, the block at the left edge of a
 //            tile's windows, before which pages may hold anything, and keys that no tensor map describes come in
-//            asynchronous copies of 16 bytes, or elements. q comes in boxes of 16 packed rows where a map describes it, and rows
-//            go to out that way, if all 16 are the sequence's. 8-bit keys and values come in pieces, which each thread widens itself.
+//            asynchronous copies of 16 bytes, or elements. q comes in one box a panel where a map describes it, and rows go to out in
+//            boxes of 16, if all of them are the sequence's. 8-bit keys and values come in pieces, which each thread widens itself.
 //            Where maps describe all of q, keys and values (kBoxed), everything comes in boxes: a warp then overwrites values that are
 //            not the tile's keys' with zeros. Each copying warp has a part of its own, and few registers. Blocks of 8 bits come in boxes as
 //            they are; a warpgroup of its own makes stages of them, with zeros for what is not the tile's keys.
@@ -109,7 +109,7 @@ struct PrefillSm90 {
     if (barrier >= kLandedQ) return 32;
     if (barrier >= kEmptyRaw) return kWideners;
     if (barrier >= kFullRaw) return 1;
-    if (barrier >= kPassed) return !kWideners ? 3 : kWideners == sm90::kGroup ? 5 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
+    if (barrier >= kPassed) return kWidenRegisters ? 5 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
     if (barrier >= kFound) return 32;
     if (barrier >= kLanded) return 1;
     if (of_keys) return kWideners ? kWideners : kBoxed ? 1 : sm90::kGroup;
@@ -767,13 +767,15 @@ struct PrefillSm90 {
     sm90::wait(barrier(kLandedQ + ring.stage), ring.parity);
     if (more) {
 #pragma unroll 1
-      for (int row = thread_x() - 32; row < kRows; row += kConverters) control.q_units[ring.stage * kRows + row] = convert_row(q_tile + ring.stage * kQBytes, row);
+      for (int row = thread_x() - 32; row < kRows; row += kConverters)
+        control.q_units[ring.stage * kRows + row] = convert_row(q_tile + ring.stage * kQBytes, row);
       sm90::engines_see_writes();
     }
     sm90::arrive(barrier(kFullQ + ring.stage));
     ring.next();
   }
-  // A row of bf16 to f16, divided by the power of two that is returned: its largest element is then next to f16's largest, and elements down to 2^-32 of it are exact.
+  // A row of bf16 to f16, divided by the power of two that is returned: its largest element is then next to f16's largest, and elements down to
+  // 2^-32 of it are exact.
   PA_DEVICE float convert_row(u8* tile, int row) const {
     const auto piece = [&](int i) { return reinterpret_cast<Bytes16*>(tile + i / 8 * kRowPanelBytes + sm90::place(row, i & 7)); };
     u32 highest = 0;  // of even and of odd elements
