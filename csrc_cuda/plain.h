@@ -32,6 +32,7 @@
 
 #include "portattn/online_softmax.h"
 #include "portattn/schedule.h"
+#include "widen.h"
 
 namespace portattn {
 
@@ -472,8 +473,8 @@ struct PlainDecode {
     const u8* odd = v + (kMoves ? moved(v_places[1], 8 * j * kRun) : place_of(2 * (lane & 3) + 1, (8 * j + (lane >> 2)) * kRun));
     if constexpr (kRun == 2) {
       auto two = [](const u8* p) { return static_cast<u32>(*reinterpret_cast<const u16*>(p)); };
-      halves_of_e4m3(pick_bytes(two(even), two(odd), 0x5140), a[0][0], a[0][1]);
-      halves_of_e4m3(pick_bytes(two(even + 8 * kD), two(odd + 8 * kD), 0x5140), a[0][2], a[0][3]);
+      widen4<C>(pick_bytes(two(even), two(odd), 0x5140), a[0][0], a[0][1]);
+      widen4<C>(pick_bytes(two(even + 8 * kD), two(odd + 8 * kD), 0x5140), a[0][2], a[0][3]);
     } else {
       using Run = Piece<kRun>;
       const Run x[4] = {*reinterpret_cast<const Run*>(even), *reinterpret_cast<const Run*>(odd), *reinterpret_cast<const Run*>(even + 8 * kD),
@@ -481,8 +482,8 @@ struct PlainDecode {
 #pragma unroll
       for (int i = 0; i < kRunTiles; ++i) {
         const u32 which = i % 2 ? 0x7362 : 0x5140;
-        halves_of_e4m3(pick_bytes(x[0].x[i / 2], x[1].x[i / 2], which), a[i][0], a[i][1]);
-        halves_of_e4m3(pick_bytes(x[2].x[i / 2], x[3].x[i / 2], which), a[i][2], a[i][3]);
+        widen4<C>(pick_bytes(x[0].x[i / 2], x[1].x[i / 2], which), a[i][0], a[i][1]);
+        widen4<C>(pick_bytes(x[2].x[i / 2], x[3].x[i / 2], which), a[i][2], a[i][3]);
       }
     }
   }
@@ -499,8 +500,8 @@ struct PlainDecode {
       for (int i = 0; i < kWords; ++i) {
         const int t = j * kWords + i;
         u32 a[4];
-        halves_of_e4m3(low.x[i], a[0], a[2]);
-        halves_of_e4m3(high.x[i], a[1], a[3]);
+        widen4<C>(low.x[i], a[0], a[2]);
+        widen4<C>(high.x[i], a[1], a[3]);
         multiply_16x8x16(s[t % kChains], a, q.x[t][0], q.x[t][1], f16{});
       }
     }

@@ -33,6 +33,7 @@
 
 #include "portattn/rows.h"
 #include "portattn/schedule.h"
+#include "widen.h"
 
 namespace portattn {
 
@@ -391,7 +392,7 @@ struct PrefillSm90 {
         const int row = (first + i) / kPiecesEach * 16 + piece_of(first + i) / kRowPieces, c = piece_of(first + i) % kRowPieces * 2;
         u32 y[8];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) widen4(x[i].x[j], y[2 * j], y[2 * j + 1]);
+        for (int j = 0; j < 4; ++j) widen_four(x[i].x[j], y[2 * j], y[2 * j + 1]);
         u8* panel = to + c / 8 * kPanelBytes;
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, c & 7)) = {{y[0], y[1], y[2], y[3]}};
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, (c & 7) + 1)) = {{y[4], y[5], y[6], y[7]}};
@@ -399,13 +400,8 @@ struct PrefillSm90 {
     }
   }
   // Four values to two pairs, exactly.
-  static PA_DEVICE void widen4(u32 four, u32& low, u32& high) {
-    if (Fp8<C>::kMantissa == 3) {
-      halves_of_e4m3(four, low, high);
-    } else {  // e5m2 is the upper half of an f16
-      low = pick_bytes(four, 0, 0x1404);
-      high = pick_bytes(four, 0, 0x3424);
-    }
+  static PA_DEVICE void widen_four(u32 four, u32& low, u32& high) {
+    widen4<C>(four, low, high);
     if (!kIsBf16<Factor>) return;
     low = both_of(low);
     high = both_of(high);
@@ -713,8 +709,8 @@ struct PrefillSm90 {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         Bytes16 y;
-        widen4(x[i].x[0], y.x[0], y.x[1]);
-        widen4(x[i].x[1], y.x[2], y.x[3]);
+        widen_four(x[i].x[0], y.x[0], y.x[1]);
+        widen_four(x[i].x[1], y.x[2], y.x[3]);
         *reinterpret_cast<Bytes16*>(to + first * 128 + places[i]) = y;
       }
     }

@@ -134,7 +134,7 @@ def _decode(dtype: str, kv_dtype: str, dim: int, waves: int, stages: int, blocks
     return Shape(Instance("decode", options), waves * limits.wave, shared, 16 * waves, blocks)
 
 
-PLAIN_CACHES = ("float8_e4m3fn",)  # besides q's dtype
+PLAIN_CACHES = ("float8_e4m3fn", "float8_e5m2")  # besides q's dtype
 PLAIN_ROWS, MAX_CLUSTER = 8, 16  # kRows and kMaxCluster of plain.h
 
 

@@ -17,7 +17,16 @@ from ..dialect import AFTER, BEFORE, ViewsOfLast, lengths, plus
 from ..errors import ArgumentError, ArgumentTypeError
 from ..recent import Recent
 from ._translate import (
-    ANY, ForwardOnly, equal_lengths, kept_rows, rotate, row_table, sequence_of, single_token_pages, wants_gradients, window
+    ANY,
+    ForwardOnly,
+    equal_lengths,
+    kept_rows,
+    rotate,
+    row_table,
+    sequence_of,
+    single_token_pages,
+    wants_gradients,
+    window,
 )
 
 CALL = "flash_attn_with_kvcache"

@@ -7,7 +7,7 @@ differ, the difference is translated on the device and without waiting for it.
 from __future__ import annotations
 
 import operator
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor
