@@ -107,13 +107,23 @@ def test_folders_of_any_name_are_shown_to_an_environment_whatever_the_locale(dev
     assert sys.path == [str(other)]
 
 
-@pytest.mark.parametrize("platform, backends", [("linux", ["cpu", "sdpa"]), ("darwin", ["cpu", "sdpa"]), ("win32", ["sdpa"])])
-def test_conformance_is_tested_for_the_backends_that_the_platform_has(dev, monkeypatch, platform, backends):
+@pytest.mark.parametrize("no, backends", [("", ["cpu", "sdpa"]), ("compiler: need one, have none", ["sdpa"])])
+def test_conformance_is_tested_for_the_backends_that_the_machine_has(dev, monkeypatch, capsys, no, backends):
     ran = []
     monkeypatch.setattr(dev, "run", lambda *arguments, **variables: ran.append(arguments) or 0)
-    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(dev, "left_out", lambda backend: no)
     assert dev.test([]) == 0
     assert [arguments[4] for arguments in ran if "conformance" in arguments] == backends
+    assert ("cpu: left out, compiler: need one, have none" in capsys.readouterr().out) == bool(no)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the kernels of cpu are for Linux and macOS")
+def test_without_a_compiler_cpu_is_left_out_and_nothing_else(dev, monkeypatch, tmp_path):
+    monkeypatch.setattr(dev, "PYTHON", sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert re.match(r"compiler: need a C\+\+ compiler .* fix: install one", dev.left_out("cpu"))
+    assert dev.left_out("sdpa") == ""
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no make")
