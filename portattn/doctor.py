@@ -10,16 +10,18 @@ Exit codes: 0 all is well or only notes and warnings; 1 an error: something that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from typing import Any, Callable, Iterable, Iterator
+from typing import IO, Any, Callable, Iterable, Iterator
 
 from . import config
 from .findings import Finding, examine, fp8_formats, worst_first
@@ -211,17 +213,18 @@ def _in_children(jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Runs jobs in a child process; one that dies or hangs is a result too, and the rest go to a new child."""
     while jobs:
         done = 0
-        try:
-            child = _child(["-m", "portattn.doctor", json.dumps(jobs)])
-        except OSError as exc:
-            ended = f"cannot start a child process: {exc}"
-        else:
-            late = threading.Event()
-            for line in _lines(child, late):
-                if (result := guarded(lambda: json.loads(line), None)) and isinstance(result, dict):
-                    done += 1
-                    yield result
-            ended = f"not finished after {CHECK_LIMIT_S:.0f} s" if late.is_set() else f"ended the process, code {child.wait()}"
+        with guarded(tempfile.TemporaryFile, contextlib.nullcontext()) as said:  # a pipe that nobody reads would fill up
+            try:
+                child = _child(["-m", "portattn.doctor", json.dumps(jobs)], said)
+            except OSError as exc:
+                ended = f"cannot start a child process: {exc}"
+            else:
+                late = threading.Event()
+                for line in _lines(child, late):
+                    if (result := guarded(lambda: json.loads(line), None)) and isinstance(result, dict):
+                        done += 1
+                        yield result
+                ended = f"not finished after {CHECK_LIMIT_S:.0f} s" if late.is_set() else f"ended the process, code {child.wait()}{_last_words(said)}"
         if done < len(jobs):
             yield {**jobs[done], "error": None, "seconds": None, "ok": False, "detail": ended, "fix": ""}
         jobs = jobs[done + 1:]
@@ -247,9 +250,18 @@ def _lines(child: subprocess.Popen, late: threading.Event) -> Iterator[str]:
             yield line
 
 
-def _child(args: list[str]) -> subprocess.Popen:
+def _child(args: list[str], errors: IO[bytes] | None) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *args], env=child_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=subprocess.DEVNULL, text=True, errors="replace")
+                            stderr=errors or subprocess.DEVNULL, text=True, errors="replace")
+
+
+def _last_words(errors: IO[bytes] | None) -> str:
+    """The last line that a child wrote to stderr, of a traceback the error; "" where it wrote none."""
+    if errors is None:
+        return ""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4000))
+    lines = [" ".join(line.split()) for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1][:300]}" if lines else ""
 
 
 def _verdicts() -> list[dict[str, Any]]:

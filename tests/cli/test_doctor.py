@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_a_backend_that_ends_the_process_is_a_failed_check(monkeypatch, tmp_path
         "    print(json.dumps({**job, 'ok': True, 'error': 0.0, 'seconds': 1.0, 'detail': ''}), flush=True)\n"
     )
     monkeypatch.setattr(
-        doctor, "_child", lambda args: subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+        doctor, "_child", lambda args, errors: subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
     )
     jobs = [{"backend": "b", "device": "cpu", "call": "dense", "dtype": d} for d in doctor.DTYPES]
     found = list(doctor._in_children(jobs))
@@ -112,12 +113,19 @@ def test_a_backend_that_ends_the_process_is_a_failed_check(monkeypatch, tmp_path
     assert "ended the process, code 139" in found[1]["detail"]
 
 
+def test_a_child_that_fails_at_its_import_is_told_with_the_error(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['portattn.findings'] = None\n")
+    monkeypatch.setattr(doctor, "child_environment", lambda: {**os.environ, "PYTHONPATH": str(tmp_path)})
+    (found,) = doctor._in_children([{"backend": "sdpa", "device": "cpu", "call": "dense", "dtype": "float32"}])
+    assert re.fullmatch("ended the process, code 1: ModuleNotFoundError: .*portattn.findings.*", found["detail"])
+
+
 def test_a_backend_that_hangs_is_a_failed_check(monkeypatch):
     monkeypatch.setattr(doctor, "CHECK_LIMIT_S", 0.5)
     monkeypatch.setattr(
         doctor,
         "_child",
-        lambda args: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True),
+        lambda args, errors: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True),
     )
     (found,) = doctor._in_children([{"backend": "b", "device": "cpu", "call": "dense", "dtype": "float32"}])
     assert not found["ok"] and "not finished" in found["detail"]
@@ -132,7 +140,7 @@ def test_many_jobs_may_take_longer_together_than_one(monkeypatch):
     )
     monkeypatch.setattr(doctor, "CHECK_LIMIT_S", 2.0)
     monkeypatch.setattr(
-        doctor, "_child", lambda args: subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+        doctor, "_child", lambda args, errors: subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
     )
     jobs = [{"backend": "b", "device": f"cuda:{i}", "call": "dense", "dtype": "float16"} for i in range(4)]
     found = list(doctor._in_children(jobs))
