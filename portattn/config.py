@@ -18,6 +18,18 @@ VARIABLES = {
     "PORTATTN_CPU_ISA": "instruction set of the CPU kernels, as avx2 or amx (default: the best of this machine that has been run)",
     "PORTATTN_DEBUG": "1: let errors inside a backend's probe and import through with their traceback",
 }
+# Of the repository's build and tests, which the package never reads; so are those that begin with PORTATTN_TEST_.
+DEVELOPMENT = {
+    "PORTATTN_HIP_CLANG": "the clang that compiles AMD code objects (cmake/hip.py)",
+    "PORTATTN_HIP_HEADERS": "folder of hip/hip_runtime.h (tests/hip)",
+    "PORTATTN_CUDA_FULL": "1: tests/cuda compiles every instance",
+    "PORTATTN_HIP_FULL": "1: tests/hip and tests/isa take every instance",
+    "PORTATTN_TRITON_FULL": "1: tests/triton compiles and interprets every variant",
+    "PORTATTN_FUZZ": "how many random problems tests/cpu takes for an instruction set",
+    "PORTATTN_FUZZ_SEED": "of these problems",
+    "PORTATTN_OVERHEAD_ROUNDS": "how often tests/compat measures a call",
+    "PORTATTN_SIMT_SANITIZE": "1: tests/simt compiles with sanitizers (tests/simt/test_sanitized.py sets it)",
+}
 
 try:
     _raw, _encode = os.environ._data, os.environ.encodekey  # type: ignore[attr-defined]

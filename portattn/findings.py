@@ -270,7 +270,8 @@ def fork_hazard(w: World) -> Found:
 @detector
 def variables(w: World) -> Found:
     for name in sorted(w.env):
-        if name.startswith("PORTATTN_") and not name.startswith("PORTATTN_TEST_") and name not in config.VARIABLES:
+        known = name in config.VARIABLES or name in config.DEVELOPMENT or name.startswith("PORTATTN_TEST_")
+        if name.startswith("PORTATTN_") and not known:
             near = difflib.get_close_matches(name, config.VARIABLES, n=1, cutoff=0.8)  # they all begin alike
             yield Finding("warning", "variable",
                           f"{name} is no variable of portattn" + (f"; did you mean {near[0]}?" if near else ""),

@@ -1,8 +1,11 @@
 """Every known trouble of a machine, put before its detector as facts: no GPU, no broken wheel is needed here."""
 
+import pathlib
+import re
+
 import pytest
 
-from portattn import findings
+from portattn import config, findings
 from portattn.findings import examine
 from portattn.survey import Device, Package, World
 
@@ -231,3 +234,12 @@ def test_an_architecture_list_serves(arch, listed, served):
 ])
 def test_fp8_formats_by_architecture(kind, arch, formats):
     assert findings.fp8_formats(kind, arch) == formats
+
+
+def test_variables_of_the_repository_are_known_and_those_known_are_in_use():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    sources = [path for folder in ("tests", "cmake", "tools") for path in (root / folder).rglob("*.py")]
+    read = r'environ(?:\.get\(|\[)"(PORTATTN_(?!TEST_)\w+)"'
+    used = {name for path in sources for name in re.findall(read, path.read_text(encoding="utf-8"))} - config.VARIABLES.keys()
+    assert used == config.DEVELOPMENT.keys()
+    assert examine(World(**{**CPU, "env": dict.fromkeys(used, "1")})) == []
