@@ -27,6 +27,11 @@ from .capability import Reason
 from .device import facts, without_autocast
 from .problem import Call, Problem
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}  # of values of order 1: far above rounding, far below a fault
 
@@ -114,6 +119,7 @@ class _File:
         name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
         self.path = os.path.join(config.cache_dir(), "verdicts", f"{bound.backend}-{name}.json")
         self.key = parts[:8]
+        self._held: Any = None  # the announcement, locked: a process of another container can ask the kernel, but not see our pid
 
     def read(self) -> tuple[bool, float, str] | None:
         from .codeobjects import private  # here: importing portattn needs no compilers
@@ -123,12 +129,14 @@ class _File:
                 if not private(os.fstat(f.fileno())):
                     return None
                 data = json.load(f)
-            if "running" not in data:
-                return bool(data["ok"]), float(data["error"]), str(data["detail"])
-            pid = int(data["running"])
-            # One process asks once: what carries our own number died before us, as the first process of a container does again and again.
-            if data["host"] != socket.gethostname() or pid != os.getpid() and _alive(pid):
-                return None
+                if "running" not in data:
+                    return bool(data["ok"]), float(data["error"]), str(data["detail"])
+                pid = int(data["running"])
+                # One process asks once: what carries our own number died before us, as the first process of a container does again and again.
+                if data["host"] != _host() or _locked(f) or pid != os.getpid() and _alive(pid):
+                    return None
+                if not os.path.samestat(os.fstat(f.fileno()), os.stat(self.path)):  # it came to its end since we opened the file
+                    return None
             return False, math.nan, f"an earlier process ended while it ran; delete {self.path} to try again"
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -141,14 +149,45 @@ class _File:
             write_whole(self.path, json.dumps(data).encode())
 
     def announce(self) -> None:
-        self._put({"running": os.getpid(), "host": socket.gethostname(), "key": self.key})
+        self._put({"running": os.getpid(), "host": _host(), "key": self.key})
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                self._held = open(self.path, "r+b")
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, ok: bool, error: float, detail: str) -> None:
         self._put({"ok": ok, "error": error, "detail": detail, "key": self.key, "date": time.strftime("%Y-%m-%d")})
+        self._release()
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
             os.remove(self.path)
+        self._release()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def _host() -> str:
+    try:
+        return socket.gethostname()
+    except OSError:
+        return ""
+
+
+def _locked(file: Any) -> bool:
+    """Whether a process that lives holds the lock of an announcement; no where the file system has no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _alive(pid: int) -> bool:

@@ -552,6 +552,30 @@ def test_a_dead_process_of_our_own_number_is_dead(qkv, monkeypatch):
         assert not calls and "an earlier process ended" in portattn.backends()["toy"].reasons[0].have
 
 
+@pytest.mark.skipif(os.name == "nt", reason="platform: locks of POSIX")
+@pytest.mark.parametrize("number", [os.getpid(), 2**30], ids=["our own number", "a number that is none here"])
+def test_a_check_that_runs_in_another_container_is_no_dead_one(number, monkeypatch):
+    """Containers may share the host's name and the cache folder, and each counts its processes anew."""
+    file = lambda: verdicts._File(types.SimpleNamespace(backend="toy", adapter=None), "cpu", "any-dense", "float32")
+    other = file()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: number)
+        other.announce()
+    assert file().read() is None
+    del other  # the kernel lets go of the lock of a process that ended
+    assert "an earlier process ended" in file().read()[2]
+
+
+def test_a_host_without_a_name_may_check(qkv, monkeypatch):
+    def nameless():
+        raise OSError("no name")
+
+    monkeypatch.setattr(verdicts.socket, "gethostname", nameless)
+    with toy() as calls:
+        portattn.attention(*qkv)
+        assert len(calls) == 3
+
+
 def test_verification_can_be_switched_off(qkv, monkeypatch):
     monkeypatch.setenv("PORTATTN_VERIFY", "0")
     with toy(run=wrong) as calls:
