@@ -158,17 +158,30 @@ def keep(name: str, image: bytes) -> None:
         note(folder, f"{folder}: cannot be written: {exc.strerror}; kernels are compiled in each process", _ELSEWHERE)
 
 
-def write_whole(path: str, data: bytes) -> None:
-    """Writes a file that only this user can read, whole or not at all, whoever else writes it; raises OSError."""
+def write_whole(path: str, data: bytes, like: os.stat_result | None = None) -> None:
+    """Writes a file that only this user can read, or one with the mode of another, whole or not at all, whoever else writes it;
+    raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".new-")  # mode 600
     try:
         with open(handle, "wb") as f:
             f.write(data)
+        if like is not None:
+            with contextlib.suppress(OSError, AttributeError):  # root of a container in a user's checkout; Windows has no chown
+                os.chown(temporary, like.st_uid, like.st_gid)
+            os.chmod(temporary, stat.S_IMODE(like.st_mode))
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def rewrite(path: str, text: str) -> None:
+    """Replaces the text of a file that is there, whole or not at all; it stays what it is: its mode, and the link to it. Raises OSError."""
+    path = os.path.realpath(path)
+    with open(path, "r+b") as f:  # a file that may not be written stays
+        like = os.fstat(f.fileno())
+    write_whole(path, text.encode(), like)
 
 
 # ------------------------------------------------------------------ the order

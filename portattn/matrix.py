@@ -216,6 +216,7 @@ def support_table(argv: list[str] | None = None) -> int:
     where.add_argument("--check", metavar="FILE", help="exit code 1 if the table in the file is not the present one")
     args = ap.parse_args(argv)
     from . import registry
+    from .codeobjects import rewrite
 
     block = table(registry.manifests())
     file = args.write or args.check
@@ -227,8 +228,7 @@ def support_table(argv: list[str] | None = None) -> int:
             old = f.read()
         new = replace_block(old, block)
         if args.write and old != new:
-            with open(file, "w", encoding="utf-8", newline="") as f:
-                f.write(new)
+            rewrite(file, new)
     except (OSError, ValueError) as exc:
         print(f"portattn support-table: {file}: {exc}", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ import os
 import pkgutil
 import re
 import sys
+import tempfile
 import time
 import traceback
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -25,6 +26,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import torch
 
 from portattn import registry
+from portattn.codeobjects import rewrite
 from portattn.device import facts
 from portattn.errors import NoBackendError, PortattnError
 
@@ -280,8 +282,7 @@ def record(report: Report, file: str) -> str:
     def flow(e: dict[str, Any]) -> str:
         return "  - " + yaml.safe_dump(e, default_flow_style=True, sort_keys=False, width=10**6).strip()
 
-    with open(file, "w", encoding="utf-8") as f:
-        f.write(body + "\nverified:\n" + "\n".join(map(flow, kept)) + "\n")
+    rewrite(file, body + "\nverified:\n" + "\n".join(map(flow, kept)) + "\n")
     return flow(entry).strip()
 
 
@@ -355,7 +356,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json not in (None, "-"):
             open(args.json, "a").close()  # said now, not after the run
         if args.record:
-            open(registry.manifests()[args.backend].file, "a").close()
+            file = registry.manifests()[args.backend].file
+            open(file, "a").close()
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(file))).close()
         torch.empty(0, device=device)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         return usage(str(error).splitlines()[0])

@@ -193,6 +193,7 @@ def test_a_file_that_cannot_be_written_is_wrong_usage(tmp_path, monkeypatch, cap
     monkeypatch.setattr("builtins.open", no_writing)
     assert cli.main(["support-table", "--write", str(file)]) == 2
     assert "Permission denied" in capsys.readouterr().err
+    assert file.read_text() == matrix.BEGIN + matrix.END
 
 
 def test_the_readme_table_is_current():

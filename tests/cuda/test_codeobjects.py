@@ -243,3 +243,21 @@ def test_an_architecture_newer_than_the_compiler_gets_the_nearest_code(nvrtc, mo
     assert [nvrtc.target(a) for a in ("sm_90", "sm_89", "sm_121", "sm_130")] == ["sm_90", "sm_86", "sm_120", "compute_120"]
     with pytest.raises(KernelError, match="sm_75"):
         nvrtc.target("sm_75")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="platform: POSIX modes and links")
+def test_a_file_that_is_rewritten_keeps_its_mode_and_the_link_to_it_or_its_text(tmp_path, monkeypatch):
+    file, link = tmp_path / "backend.yaml", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o664)
+    link.symlink_to(file)
+    codeobjects.rewrite(str(link), "new")
+    assert file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o664 and link.is_symlink()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        codeobjects.rewrite(str(link), "newer")
+    assert file.read_text() == "new" and sorted(path.name for path in tmp_path.iterdir()) == ["backend.yaml", "link"]

@@ -173,6 +173,19 @@ def test_recording_keeps_the_manifest_and_replaces_the_same_run(backend, tmp_pat
         runner.record(report._replace(whole=False), str(file))
 
 
+def test_a_recording_that_is_interrupted_leaves_the_manifest(tmp_path, monkeypatch):
+    file = tmp_path / "backend.yaml"
+    file.write_text("schema: 1\n")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.record(runner.Report("toy", "cpu", "quick", (runner.Result("t", "C-TOL", "passed"),)), str(file))
+    assert file.read_text() == "schema: 1\n"
+
+
 def test_progress_goes_to_a_log_now_and_then():
     def log(every: float) -> list[str]:
         stream = io.StringIO()
