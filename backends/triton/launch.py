@@ -239,8 +239,9 @@ class Launch:
 
     def _failed(self, error: int, stream: int, changing: tuple) -> None:
         if error == NO_CONTEXT:
-            torch.cuda.set_device(self.device)
-            error = self._enqueue(stream, changing)
+            with torch.cuda.device(self.device):  # set_device makes the context too where the device is the thread's already
+                torch.cuda.set_device(self.device)
+                error = self._enqueue(stream, changing)
         if error in REFUSED and self.launch_ex is not None:
             self.launch_ex = None
             error = self._enqueue(stream, changing)

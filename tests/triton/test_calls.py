@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", minversion="3.4")
-from portattn.backends.triton import calls  # noqa: E402
+from portattn.backends.triton import calls, launch  # noqa: E402
 
 from portattn.backends import triton as adapter  # noqa: E402
 from portattn.problem import Call  # noqa: E402
@@ -103,3 +103,27 @@ def test_a_known_call_on_what_was_freed_is_refused_before_it_is_launched(launche
     run(call)
     refusals.refuses_what_was_freed(run, directly, call, name)
     assert len(launches) == 1
+
+
+def test_a_launch_in_a_thread_without_a_context_leaves_its_device(monkeypatch):
+    current, contexts, on = [0], set(), []
+
+    def exchange(device):
+        before, current[0] = current[0], device
+        return before
+
+    def set_device(device):
+        current[0] = device
+        contexts.add(device)
+
+    def enqueue(stream, changing):
+        on.append(current[0])
+        return 0 if contexts == {1} else launch.NO_CONTEXT
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    ready = object.__new__(launch.Launch)
+    ready.device, ready.driver, ready._enqueue = 1, object(), enqueue
+    ready(0)
+    assert on == [0, 1] and current == [0]
