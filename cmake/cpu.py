@@ -18,21 +18,24 @@ from prebuilt import index_of, write_index
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def _sets():
-    spec = importlib.util.spec_from_file_location("sets", os.path.join(ROOT, "backends", "cpu", "sets.py"))
+def _module(*path: str):
+    spec = importlib.util.spec_from_file_location(path[-1], os.path.join(ROOT, *path[:-1], f"{path[-1]}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+sets, processor = _module("backends", "cpu", "sets"), _module("portattn", "processor")
+
+
 def build(isa: str, file: str, compiler: str) -> int:
     linked_in = [] if sys.platform == "darwin" else ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,-s"]
-    return subprocess.run([*_sets().command([compiler], isa, file), *linked_in]).returncode
+    return subprocess.run([*sets.command([compiler], isa, file), *linked_in]).returncode
 
 
 def index(folder: str, names: list[str]) -> dict:
     """What kernels/cpu/index.json says."""
-    return index_of(folder, _sets().source_hash(), {_sets().system(): {isa: f"{isa}.so" for isa in names}})
+    return index_of(folder, sets.source_hash(), {sets.system(processor.cpu_arch()): {isa: f"{isa}.so" for isa in names}})
 
 
 def main() -> None:

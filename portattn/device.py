@@ -16,6 +16,8 @@ from typing import Callable, ContextManager, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
+from .processor import cpu_arch
+
 try:
     from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided  # what torch.compile's code makes its tensors with
 except ImportError:
@@ -75,12 +77,6 @@ def facts(device: torch.device) -> Facts:
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
     return _facts(device.type, index)
-
-
-def cpu_arch() -> str:
-    """"x86_64" or "aarch64", whatever the operating system calls them."""
-    machine = platform.machine().lower()
-    return {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 def capturing(device: torch.device) -> bool:

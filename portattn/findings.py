@@ -11,6 +11,7 @@ import re
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from . import config
+from .registry import version_numbers
 from .survey import World
 
 OLDEST_TORCH = (2, 6)
@@ -52,15 +53,10 @@ def worst_first(found: Iterable[Finding]) -> list[Finding]:
     return sorted(found, key=lambda f: LEVELS.index(f.level))
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"."""
-    return tuple(int(n) for n in re.findall(r"\d+", re.split(r"[+a-z-]", version)[0]))
-
-
 # ------------------------------------------------------------------ torch and its devices
 @detector
 def torch_version(w: World) -> Found:
-    if w.torch and numbers(w.torch)[:2] < OLDEST_TORCH:
+    if w.torch and version_numbers(w.torch)[:2] < OLDEST_TORCH:
         yield Finding("error", "torch-old",
                       f"torch {w.torch} is older than {'.'.join(map(str, OLDEST_TORCH))}",
                       "pip install -U torch")
@@ -289,8 +285,8 @@ def triton(w: World) -> Found:
         yield Finding("warning", "triton-broken",
                       text,
                       f"pip install 'triton=={w.triton_pin}'" if w.triton_pin else "pip install --force-reinstall triton")
-    elif w.triton_pin and numbers(p.version) != numbers(w.triton_pin):
-        way = "newer" if numbers(p.version) > numbers(w.triton_pin) else "older"
+    elif w.triton_pin and version_numbers(p.version) != version_numbers(w.triton_pin):
+        way = "newer" if version_numbers(p.version) > version_numbers(w.triton_pin) else "older"
         yield Finding("note", "triton-version",
                       f"triton {p.version} is {way} than the {w.triton_pin} that torch {w.torch} was made with",
                       f"pip install 'triton=={w.triton_pin}'")
@@ -307,7 +303,7 @@ def flash_attn(w: World) -> Found:
                           "version 2 that engines import",
                           "pip install flash-attn")
         return
-    if numbers(p.version) < (2,):
+    if version_numbers(p.version) < (2,):
         yield Finding("warning", "flash-attn-old",
                       f"flash-attn {p.version} is too old: engines need the names of version 2",
                       "pip install -U flash-attn")

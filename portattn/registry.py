@@ -189,15 +189,17 @@ def _installed_version(package: str) -> Any:
     return _ABSENT
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """(2, 13, 0, 0) of "2.13.0+cpu", "2.13rc1" and "2.13": as many, so that they compare."""
+    found = [int(n) for n in re.findall(r"\d+", re.split(r"[+a-z-]", version.strip())[0])]
+    return (*found, *[0] * (4 - len(found)))
+
+
 def version_matches(have: str, spec: str) -> bool:
     """Whether a version fits a comma-separated list of >=, >, <=, <, ==, != clauses on its numbers."""
-    def numbers(text: str) -> list[int]:
-        found = [int(n) for n in re.findall(r"\d+", re.split(r"[+a-z]", text.strip())[0])]
-        return found + [0] * (4 - len(found))
-
     for clause in filter(None, (c.strip() for c in spec.split(","))):
         op, want = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*(.+)", clause).groups()
-        a, b = numbers(have), numbers(want)
+        a, b = version_numbers(have), version_numbers(want)
         if not {">=": a >= b, "<=": a <= b, "==": a == b, "!=": a != b, ">": a > b, "<": a < b}[op]:
             return False
     return True

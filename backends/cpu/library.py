@@ -20,8 +20,8 @@ import torch
 
 from portattn import codeobjects, config, forks
 from portattn.capability import Reason
-from portattn.device import cpu_arch
 from portattn.errors import KernelError
+from portattn.processor import cpu_arch
 
 from . import sets
 
@@ -103,7 +103,7 @@ def _compiler() -> list[str] | None:
 @functools.lru_cache(maxsize=None)
 def _prebuilt_index() -> dict:
     """kernels/cpu/index.json of the wheel, of this system: {isa: {"file", "sha256"}}."""
-    return codeobjects.read_index(_PREBUILT, "CPU", sets.source_hash()).get(sets.system(), {})
+    return codeobjects.read_index(_PREBUILT, "CPU", sets.source_hash()).get(sets.system(cpu_arch()), {})
 
 
 @functools.lru_cache(maxsize=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import platform
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -26,15 +25,9 @@ SETS: dict[str, tuple[str, ...]] = {
 OF_ARCH = {"x86_64": ("portable", "avx2", "avx512", "avx512_bf16", "amx"), "aarch64": ("neon", "neon_bf16")}
 
 
-def arch() -> str:
-    """"x86_64" or "aarch64", whatever the operating system calls them."""
-    machine = platform.machine().lower()
-    return {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
-
-
-def system() -> str:
-    """Where a library runs: "linux-x86_64", "darwin-aarch64"."""
-    return f"{sys.platform}-{arch()}"
+def system(arch: str) -> str:
+    """Where a library runs, of an architecture as portattn/processor.py names it: "linux-x86_64", "darwin-aarch64"."""
+    return f"{sys.platform}-{arch}"
 
 
 def sources() -> dict[str, bytes]:

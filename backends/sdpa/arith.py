@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor
 
-from portattn.device import cpu_arch
+from portattn.processor import cpu_arch
 
 from . import holes
 

@@ -164,6 +164,7 @@ HEALTHY = {
         "env": {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1", "PYTORCH_ENABLE_MPS_FALLBACK": "1"},
     },
     "variables that say no": {**CPU, "env": {"TRITON_INTERPRET": "off"}},
+    "the Triton of this torch, in other words": {**CUDA, "triton_pin": "3.8", "packages": {"triton": Package("3.8.0", error="")}},
     "threads and spawn": {**CPU, "threads": 8, "start_method": "spawn"},
     "nothing known": {},
 }

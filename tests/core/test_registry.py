@@ -310,7 +310,8 @@ def test_triton_counts_under_the_names_that_torchs_wheels_give_it(monkeypatch, d
 
 
 @pytest.mark.parametrize("have, spec, yes", [("3.4.0", ">=3.4", True), ("3.10", ">=3.4,<4", True), ("3.3.1", ">=3.4", False),
-                                             ("2.13.0+cpu", "==2.13.0", True), ("4.0", ">=3.4,<4", False), ("3.4", "!=3.4", False)])
+                                             ("2.13.0+cpu", "==2.13.0", True), ("4.0", ">=3.4,<4", False), ("3.4", "!=3.4", False),
+                                             ("3.4-rc1", "==3.4.0", True)])
 def test_version_clauses(have, spec, yes):
     assert registry.version_matches(have, spec) is yes
 

@@ -11,6 +11,7 @@ import os
 import pytest
 
 from portattn import registry
+from portattn.processor import cpu_arch
 
 library = importlib.import_module("portattn.backends.cpu.library")
 sets = library.sets
@@ -31,7 +32,7 @@ def choose(isa: str, monkeypatch) -> None:
         pytest.skip(str(no))
 
 
-@pytest.fixture(params=sets.OF_ARCH.get(sets.arch(), ("portable",)))
+@pytest.fixture(params=sets.OF_ARCH.get(cpu_arch(), ("portable",)))
 def isa(request, monkeypatch) -> str:
     """Each instruction set that this kind of CPU may have."""
     choose(request.param, monkeypatch)

@@ -11,6 +11,7 @@ import torch
 import portattn
 from portattn import api, registry
 from portattn.problem import Problem
+from portattn.processor import cpu_arch
 
 from .conftest import EMULATED, choose, sets
 
@@ -19,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = (1, 20, 70)  # read in place, in place or in tiles of AMX, packed into panels
 
 
-@pytest.fixture(params=(*sets.OF_ARCH.get(sets.arch(), ("portable",)), *EMULATED))
+@pytest.fixture(params=(*sets.OF_ARCH.get(cpu_arch(), ("portable",)), *EMULATED))
 def any_isa(request, monkeypatch) -> str:
     choose(request.param, monkeypatch)
     yield request.param

@@ -193,7 +193,7 @@ def prebuilt(fresh, monkeypatch, tmp_path):
     isa = library.chosen()
     (tmp_path / "kernel.so").write_bytes(b"prebuilt")
     entry = {"file": "kernel.so", "sha256": hashlib.sha256(b"prebuilt").hexdigest()}
-    index = {"source": library.sets.source_hash(), "objects": {library.sets.system(): {isa: entry}}}
+    index = {"source": library.sets.source_hash(), "objects": {library.sets.system(library.cpu_arch()): {isa: entry}}}
     monkeypatch.setattr(library, "_PREBUILT", str(tmp_path))
     monkeypatch.setattr(library, "_prebuilt_index", functools.lru_cache(maxsize=None)(REAL_INDEX))
     (tmp_path / "index.json").write_text(json.dumps(index))
