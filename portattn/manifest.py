@@ -8,7 +8,7 @@ One manifest has four readers (registry, doctor, support table, CI matrix), so n
     priority: 300                   # higher is tried first
     native: [cuda]                  # devices whose native choice this is: serving them otherwise warns once
     requires:                       # static facts, checked without touching a device
-      torch_build: [cuda]           # cuda | hip | cpu | xpu | mps
+      torch_build: [cuda]           # cuda | hip | xpu | mps: one of them; every build has cpu
       packages: {triton: ">=3.4"}
       platforms: [linux, windows]   # linux | darwin | windows
     capabilities:                   # the first one that covers a problem serves it
@@ -183,7 +183,7 @@ def parse(data: Any, file: str = "manifest") -> Manifest:
         capabilities=tuple(capabilities),
         native=r.names(data.get("native", []), "native"),
         requires=Requires(
-            r.names(requires.get("torch_build", []), "requires.torch_build", ("cuda", "hip", "cpu", "xpu", "mps")),
+            r.names(requires.get("torch_build", []), "requires.torch_build", ("cuda", "hip", "xpu", "mps")),
             {r.typed(k, "requires.packages", str): r.versions(v, f"requires.packages.{k}") for k, v in packages.items()},
             r.names(requires.get("platforms", []), "requires.platforms", ("linux", "darwin", "windows")),
         ),

@@ -39,6 +39,7 @@ def broken(path, value=None, drop=False):
     (broken(("capabilities", 0, "arch"), dict(familly="sm")), r"capabilities\[0\].arch: unknown key 'familly'; did you mean 'family'?"),
     (broken(("capabilities", 0, "head_dims"), ["64"]), r"head_dims\[0\]: wanted int, got '64'"),
     (broken(("capabilities",), dict()), "capabilities: wanted list"),
+    (broken(("requires",), dict(torch_build=["hip", "cpu"])), r"requires.torch_build\[1\]: unknown value 'cpu'"),
     (broken(("requires",), dict(package={})), "requires: unknown key 'package'; did you mean 'packages'?"),
     (broken(("requires",), dict(packages={"triton": "~=3.4"})), "requires.packages.triton: wanted clauses of .* got '~=3.4'"),
     (broken(("requires",), dict(packages={"triton": "3.4"})), "requires.packages.triton: wanted clauses of .* got '3.4'"),
