@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import site
 import subprocess
 import sys
 from typing import Callable, Mapping, NamedTuple
@@ -91,8 +92,15 @@ def guarded(ask: Callable[[], object], default):
 
 
 def child_environment() -> dict[str, str]:
-    """The environment in which another Python finds this portattn, wherever it lies."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    """The environment in which another Python finds this portattn, wherever it lies.
+
+    Its folder is added where Python does not look by itself: PYTHONPATH comes before the standard library, some of whose modules
+    site-packages may hold in other versions.
+    """
+    root = os.path.realpath(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    usual = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    if root in map(os.path.realpath, usual):
+        return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 

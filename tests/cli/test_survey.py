@@ -1,5 +1,7 @@
 """Looking at a machine: torch with made-up GPUs, drivers by their files, packages that break at import."""
 
+import os
+import site
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -135,3 +137,11 @@ def test_what_torch_says_without_a_gpu_is_kept_were_it_no_word(monkeypatch):
     for raised, said in ((AssertionError(), "AssertionError"), (RuntimeError("no driver\nmore"), "no driver")):
         monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(raised))
         assert survey.look(survey.Imports({})).cuda_error == said
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_child_finds_this_portattn_and_the_standard_library_before_site_packages(monkeypatch, installed):
+    root = os.path.dirname(os.path.dirname(os.path.realpath(survey.__file__)))
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [root] if installed else [])
+    assert survey.child_environment() == {**os.environ, "PYTHONPATH": "mine" if installed else f"{root}{os.pathsep}mine"}
