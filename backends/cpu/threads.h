@@ -35,10 +35,10 @@ class Team {
       std::atomic<Clock> clock;
     } job{work, pthread_self(), {kUnknown}};
     auto share = [](void* data) {
-      Job& job = *static_cast<Job*>(data);
-      job.work();
+      Job& shared = *static_cast<Job*>(data);
+      shared.work();
       clockid_t mine;
-      if (!pthread_equal(pthread_self(), job.caller) && !pthread_getcpuclockid(pthread_self(), &mine)) job.clock = mine;
+      if (!pthread_equal(pthread_self(), shared.caller) && !pthread_getcpuclockid(pthread_self(), &mine)) shared.clock = mine;
     };
     parallel_(share, &job, unsigned(threads), 0);  // always as many as torch has: a smaller team would end the others
     watched_ = job.clock;
