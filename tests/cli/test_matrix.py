@@ -94,7 +94,13 @@ def test_the_workflow_brings_a_compiler_for_every_lanes_preset():
 def test_machines_of_a_vendor_have_one_label_and_lanes_the_tested_torch():
     include = matrix.jobs(registry.manifests())["include"]
     assert {tuple(job["runner"]) for job in include if "self-hosted" in job["runner"]} == {("self-hosted", "nvidia"), ("self-hosted", "rocm")}
-    assert f"torch=={matrix.LANE['torch']}" in (ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tested = matrix.LANE["torch"]  # of PyPI: a build for CUDA
+    for job in include:
+        if "rocm" in job["runner"]:
+            assert job["torch"].startswith(f"{tested}+rocm"), job
+        elif "nvidia" in job["runner"]:
+            assert job["torch"] == tested, job
+    assert f"torch=={tested}" in (ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 # ------------------------------------------------------------------ the support table

@@ -132,10 +132,34 @@ def test_make_without_the_named_python_says_so():
     assert done.returncode != 0 and "there is no /nowhere/python3 here" in done.stderr
 
 
-def test_the_tests_extra_asks_for_no_triton_that_an_old_torch_forbids():
-    """torch 2.6 of PyPI wants triton 3.2.0: with another in the extra, no set of versions fits the lane of the oldest torch."""
-    [line] = re.findall(r'^ +"(triton.*)",', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert re.fullmatch(r"triton *;.*", line), line
+def test_the_tests_extra_asks_for_no_triton():
+    """Builds of torch for CUDA pin the one that fits, those for ROCm bring it under another name in the same folder."""
+    extra = re.search(r"^test = \[.*?\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert extra and "triton" not in extra[0]
+
+
+WHERE = '; sys_platform == "linux" and platform_machine == "x86_64"'
+ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.2"
+
+
+@pytest.mark.parametrize("torch, brings, pin, index, triton", [
+    ("", True, "torch==2.13.0", None, None),
+    ("", False, "torch==2.13.0", None, "triton==3.9.0" + WHERE),
+    ("2.6.0", True, "torch==2.6.0", None, None),
+    ("2.6.0", False, "torch==2.6.0", None, "triton" + WHERE),
+    ("2.13.0+rocm7.2", True, "torch==2.13.0+rocm7.2", ROCM_INDEX, None),
+])
+def test_the_set_up_asks_for_the_chosen_torch_and_for_a_triton_where_that_brings_none(dev, monkeypatch, tmp_path, torch, brings, pin, index, triton):
+    asked = []
+    for name, value in {"VENV": str(tmp_path), "STAMP": str(tmp_path / "stamp"), "check_python": lambda: None, "check_disk": lambda torch: None,
+                        "create_venv": lambda: None, "pip": lambda *given: asked.append(given), "brings_triton": lambda: brings}.items():
+        monkeypatch.setattr(dev, name, value)
+    monkeypatch.setenv("TORCH", torch)
+    dev.setup()
+    [portattn] = [given for given in asked if "-e" in given]
+    assert [line for line in (tmp_path / "constraints.txt").read_text().splitlines() if line.startswith("torch")] == [pin]
+    assert (portattn[portattn.index("--extra-index-url") + 1] if "--extra-index-url" in portattn else None) == index
+    assert [given for given in asked if given[0].startswith("triton")] == ([(triton,)] if triton else [])
 
 
 @pytest.mark.build
