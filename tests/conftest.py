@@ -20,6 +20,15 @@ def cache_folder(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def cpu_kernels():
+    """Skips where the backend cpu cannot run: on another system, or without a C++ compiler."""
+    from portattn import registry
+
+    if no := [reason for reason in registry.probe("cpu", "cpu") if reason.code in ("platform", "compiler")]:
+        pytest.skip(str(no[0]))
+
+
+@pytest.fixture
 def triton_without_gpu(monkeypatch):
     """The Triton backend's host code on CPU tensors, as on an H200: a function that has the arguments of every launch put into a list."""
     def fake(launches: list) -> None:

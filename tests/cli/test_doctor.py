@@ -69,6 +69,7 @@ def test_a_real_report_is_json_and_finds_a_working_backend():
     assert all(line["backend"] for line in found["choices"] if line["device"] == "cpu")
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_the_command_prints_json_and_exits_zero_when_well():
     done = subprocess.run(
         [sys.executable, "-m", "portattn", "doctor", "--json", "--no-checks"], capture_output=True, text=True, timeout=120
@@ -86,6 +87,7 @@ def test_an_error_is_exit_code_one(monkeypatch, capsys):
     assert "bad" in text and "fix: mend it" in text and "1 error" in text
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_wrong_backend_is_found_by_computing(monkeypatch, unregister):
     toy(lambda call, bound: (call.q * 0.0, torch.zeros(call.q.shape[:3])))
     found = report(monkeypatch, checks=True)
@@ -210,6 +212,7 @@ def test_trouble_with_compiled_kernels_is_told_here_and_from_children(monkeypatc
     assert {f.level for f in found} == {"warning"}
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_an_order_that_names_no_backend_is_an_error_and_not_a_crash(monkeypatch):
     monkeypatch.setenv("PORTATTN_BACKEND", "sdpa,tritn")
     found = report(monkeypatch, checks=True)
@@ -217,6 +220,7 @@ def test_an_order_that_names_no_backend_is_an_error_and_not_a_crash(monkeypatch)
     assert "'tritn'" in next(f["text"] for f in found["findings"] if f["code"] == "order")
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_device_that_nothing_serves_is_an_error(monkeypatch):
     monkeypatch.setattr(
         registry, "choose", lambda problem, device: (_ for _ in ()).throw(registry.NoBackendError("no backend can run dense"))

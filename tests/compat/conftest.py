@@ -7,3 +7,11 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PORTATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(params=["cpu", "sdpa"])
+def backend(request):
+    """Each backend that this machine's CPU has."""
+    if request.param == "cpu":
+        request.getfixturevalue("cpu_kernels")
+    return request.param

@@ -67,6 +67,7 @@ def _instructions(call) -> int:
     return count
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 @MODES
 @pytest.mark.parametrize("form", FORMS)
 def test_a_translated_call_adds_no_operation(form, mode):

@@ -187,7 +187,6 @@ def packed_expected(form, x, **options):
     return reference.attention_varlen(q, k, v, CU, CU_K if form == "ragged kv" else CU, 4, 4, causal=True, **options)[0]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
 @pytest.mark.parametrize("form", PACKED)
 def test_what_lies_in_one_tensor_is_found_there(form, backend):
     call, shape, _ = PACKED[form]

@@ -219,6 +219,7 @@ def test_explain_runs_nothing_and_says_why_not_the_others(qkv, usual):
         assert not calls
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_falling_below_a_native_choice_warns_once_with_the_reason(qkv):
     registry._warned.clear()
     with toy(capability=dict(features=[]), native=["cpu"]):

@@ -89,6 +89,7 @@ def test_who_serves_8_bit_caches(arch, first, dtype, q_len):
     assert registry._by_capability(("sdpa", "cpu"), problem, 0)[0] == first
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_values_are_the_cpus_whatever_the_default_device(monkeypatch):
     cpu = importlib.import_module("portattn.backends.cpu")
     monkeypatch.setenv("PORTATTN_VERIFY", "0")  # a check would have asked for them before
@@ -101,6 +102,7 @@ def test_values_are_the_cpus_whatever_the_default_device(monkeypatch):
     assert torch.equal(out, q)
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_binding_keeps_the_table_whose_address_it_has():
     """Two threads may have made one each, of which the other is forgotten."""
     cache = torch.zeros(2, 16, 1, 16, dtype=torch.float8_e4m3fn)

@@ -35,6 +35,8 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_compile", compile_)
     monkeypatch.setattr(library, "_open", lambda image: image)
     monkeypatch.delenv("PORTATTN_CPU_ISA", raising=False)
+    if library._compiler() is None:
+        monkeypatch.setenv("CXX", sys.executable)  # it is not run
     monkeypatch.setattr(library, "_prebuilt_index", dict)
     monkeypatch.setattr(library, "_refused", set())
     library._prebuilt.cache_clear()

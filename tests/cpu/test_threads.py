@@ -71,6 +71,7 @@ def test_threads_sleep_between_calls(isa, two_threads):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor, or no way to choose one")
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_woken_thread_leaves_the_callers_processor():
     """In a forked child, whose threads are the kernels' own. Each call first puts its helper where the caller runs."""
     script = """
