@@ -421,7 +421,7 @@ struct PlainDecode {
         if (static_cast<u32>(at + 8 * (e >> 1)) >= static_cast<u32>(seen.count)) x[e] = -PA_INFINITY;
 #pragma unroll
       for (int i = 0; i < 2; ++i) top[i] = max_of(x[i], x[i + 2]);
-      return top[0] > st.m[0] + (kRoom + kSlack) || top[1] > st.m[1] + (kRoom + kSlack);
+      return top[0] - st.m[0] > kRoom + kSlack || top[1] - st.m[1] > kRoom + kSlack;  // sums of large scores would round to more
     };
     const bool capped = p.softcap > 0.0f;
     if (warp::wave_any(exceeds() || capped)) {  // one branch for what is rare

@@ -12,7 +12,7 @@
 // Memory     q, of two tiles if there is room, out, two or three stages of k, two of v, swizzled for wgmma (sm90.h); two blocks of 8 bits.
 //            kRows x kD / 128 accumulators a thread.
 // Math       as portattn/prefill.h; masks only in blocks where an edge runs through a warp's rows.
-// Numerics   float32 accumulation; probabilities rounded to q's type. Of bf16 q and 8-bit keys in boxes, products are of f16, which holds 8 bits
+// Numerics   float32 accumulation; probabilities rounded to what is multiplied, q's type. Of bf16 q and 8-bit keys in boxes, products are of f16, which holds 8 bits
 //            exactly and to which half the instructions widen: rows of q are divided by powers of two (q_units). Key blocks stand at multiples
 //            of kN, so a row's bits do not depend on what else is in the call.
 // Cost       4 x rows x keys x kD flops.
@@ -81,7 +81,8 @@ struct PrefillSm90 {
   static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 or 128 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
   static constexpr int kTakeRegisters = kConsumers == 3 ? 160 : kBoxed ? (kD > 192 ? 224 : 216) : kD > 192 ? 216 : kD > 64 ? 208 : 200;
-  static constexpr int kWidenRegisters = kWideners == sm90::kGroup ? 48 : 0;  // of a warpgroup of their own
+  static constexpr bool kOwnWideners = kWideners == sm90::kGroup;  // a warpgroup of their own
+  static constexpr int kWidenRegisters = kOwnWideners ? 48 : 0;
   static constexpr int kGiveRegisters = (kWarpgroups == 4 ? 128 : 168) * kWarpgroups - kTakeRegisters * kConsumers - kWidenRegisters;
   static_assert(kConsumers == 2 || (kConsumers == 3 && kBoxed && !kWiden && kD <= 128), "registers are dealt out for these");
   static_assert(kN % 16 == 0 && kN <= 256 && kD % 16 == 0, "whole instructions");
@@ -110,7 +111,7 @@ struct PrefillSm90 {
     if (barrier >= kLandedQ) return 32;
     if (barrier >= kEmptyRaw) return kWideners;
     if (barrier >= kFullRaw) return 1;
-    if (barrier >= kPassed) return kWidenRegisters ? 5 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
+    if (barrier >= kPassed) return kOwnWideners ? 5 + (kConvert ? kConverters / 32 : 0) : 3;  // warps
     if (barrier >= kFound) return 32;
     if (barrier >= kLanded) return 1;
     if (of_keys) return kWideners ? kWideners : kBoxed ? 1 : sm90::kGroup;
@@ -129,6 +130,7 @@ struct PrefillSm90 {
   };
   static constexpr int kWork = kRowBytes + (kKStages + kVStages) * kStageBytes + kRawStages * kRawBytes;
   static constexpr int kSharedBytes = kWork + static_cast<int>(sizeof(Control));
+  static_assert(kSharedBytes <= 227 << 10, "a block's shared memory");
 
   const AttentionParams& p;
   const TileMaps& maps;
@@ -392,15 +394,15 @@ struct PrefillSm90 {
         const int row = (first + i) / kPiecesEach * 16 + piece_of(first + i) / kRowPieces, c = piece_of(first + i) % kRowPieces * 2;
         u32 y[8];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) widen_four(x[i].x[j], y[2 * j], y[2 * j + 1]);
+        for (int j = 0; j < 4; ++j) to_factors(x[i].x[j], y[2 * j], y[2 * j + 1]);
         u8* panel = to + c / 8 * kPanelBytes;
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, c & 7)) = {{y[0], y[1], y[2], y[3]}};
         *reinterpret_cast<Bytes16*>(panel + sm90::place(row, (c & 7) + 1)) = {{y[4], y[5], y[6], y[7]}};
       }
     }
   }
-  // Four values to two pairs, exactly.
-  static PA_DEVICE void widen_four(u32 four, u32& low, u32& high) {
+  // Four values to two pairs of what is multiplied, exactly.
+  static PA_DEVICE void to_factors(u32 four, u32& low, u32& high) {
     widen4<C>(four, low, high);
     if (!kIsBf16<Factor>) return;
     low = both_of(low);
@@ -666,7 +668,7 @@ struct PrefillSm90 {
     Ring<kVStages> vs;
     for (int nth = 0;; ++nth) {
       const Tile& t = found(nth);
-      constexpr bool kConvertToo = kConvert && !kWidenRegisters;
+      constexpr bool kConvertToo = kConvert && !kOwnWideners;
       if (t.b < 0) {
         if (kConvertToo) convert(qs, false);
         return;
@@ -690,7 +692,7 @@ struct PrefillSm90 {
   PA_DEVICE void widen_block(Ring<kRawStages>& raw, const Tile& t, int block, u8* to, int empty, u32 parity, int full) const {
     constexpr int kRowChunks = kD / 8, kAtOnce = kRowChunks % 5 == 0 ? 5 : kRowChunks % 3 == 0 ? 3 : 4, kRowsAtOnce = kAtOnce * kWideners / kRowChunks;
     static_assert(kAtOnce * kWideners % kRowChunks == 0 && kRowsAtOnce % 8 == 0 && kN % kRowsAtOnce == 0, "a thread's places repeat");
-    const int thread = kWidenRegisters ? thread_x() % sm90::kGroup : thread_x() - 32;
+    const int thread = kOwnWideners ? thread_x() % sm90::kGroup : thread_x() - 32;
     const auto row_of = [&](int i) { return (i * kWideners + thread) / kRowChunks; };
     int places[kAtOnce];
 #pragma unroll
@@ -709,8 +711,8 @@ struct PrefillSm90 {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         Bytes16 y;
-        widen_four(x[i].x[0], y.x[0], y.x[1]);
-        widen_four(x[i].x[1], y.x[2], y.x[3]);
+        to_factors(x[i].x[0], y.x[0], y.x[1]);
+        to_factors(x[i].x[1], y.x[2], y.x[3]);
         *reinterpret_cast<Bytes16*>(to + first * 128 + places[i]) = y;
       }
     }
@@ -781,8 +783,8 @@ struct PrefillSm90 {
 #pragma unroll
       for (int j = 0; j < 4; ++j) highest = sm90::larger_halves(highest, x.x[j] & 0x7fff7fff);
     }
-    // 2^(15 - its exponent), in float32's range; of infinities and NaN, as of the largest finite number.
-    const int exponent = min_of(254, max_of(16, max_of(static_cast<int>(highest >> 23), static_cast<int>(highest >> 7 & 0xff))));
+    // 2^(15 - its exponent); of infinities and NaN, as of the largest finite number, and so that no scale makes the unit of a row of zeros zero.
+    const int exponent = min_of(254, max_of(64, max_of(static_cast<int>(highest >> 23), static_cast<int>(highest >> 7 & 0xff))));
     const float factor = bits_float(static_cast<u32>(127 + 15 + 127 - exponent) << 23);
 #pragma unroll 2
     for (int i = 0; i < kPieces; ++i) {
@@ -840,7 +842,7 @@ struct PrefillSm90 {
       else copying_values();
     } else if (w == 0) {
       copying_raw();
-    } else if constexpr (!kWidenRegisters) {
+    } else if constexpr (!kOwnWideners) {
       widening();
     } else if constexpr (kConvert) {
       converting();
@@ -946,14 +948,14 @@ struct PrefillSm90 {
       }
       top[r] = max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3])) * rows.factor[kConvert ? r : 0];
     }
-    return warp::any(top[0] > st.m[0] + kLag || top[1] > st.m[1] + kLag);
+    return warp::any(top[0] - st.m[0] > kLag || top[1] - st.m[1] > kLag);  // sums of large scores would round to more
   }
   // Has m follow where a row, of which four lanes have a part, is higher; what was before is to be multiplied by `shrink`.
   PA_DEVICE void follow(State& st, const float (&top)[2], float (&shrink)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = st.m[r], highest = warp::reduce_max<4>(top[r]);
-      if (highest > before + kLag) st.m[r] = highest - kLead;
+      if (highest - before > kLag) st.m[r] = highest - kLead;
       shrink[r] = weight(before, st.m[r]);
       st.l[r] *= shrink[r];
     }
@@ -1294,7 +1296,7 @@ struct PrefillSm90 {
     } else if (thread_x() < sm90::kGroup * (kConsumers + 1)) {
       sm90::take_registers<kTakeRegisters>();
       computing();
-    } else if constexpr (kWidenRegisters > 0) {
+    } else if constexpr (kOwnWideners) {
       sm90::give_registers<kWidenRegisters>();
       widening();
     }

@@ -209,6 +209,8 @@ def few_pay_tiles(call: Call, rows: int, heads_kv: int, limits: Limits) -> bool:
     if not look_equal(call) or call.batch_invariant or not (0 if eight else TILE_ROWS) < rows <= DECODE_ROWS or call.max_seqlen_q == 1 and not eight:
         return False
     pairs = heads_kv * (call.q.shape[0] if call.q.dim() == 4 else call.cu_seqlens_q.shape[0] - 1)
+    if call.max_seqlen_q == 1 and pairs < 2 * limits.sms:  # whose lengths may differ much: a tile's keys are one multiprocessor's
+        return False
     return 10 * pairs * -(-rows // TILE_ROWS) > (5 if eight else 9) * limits.sms * -(-pairs // limits.sms)
 
 
@@ -283,8 +285,8 @@ def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]
 
 
 def look_equal(call: Call) -> bool:
-    """Whether all sequences have as many queries as the longest, unless rows of q belong to none: lengths are the device's. Results must not
-    depend on it, only what is launched for them."""
+    """Whether all sequences have as many queries as the longest, unless rows of q belong to none: lengths are the device's. With batch_invariant,
+    nothing may depend on it."""
     return call.q.dim() == 4 or call.q.shape[0] == (call.cu_seqlens_q.shape[0] - 1) * call.max_seqlen_q
 
 
@@ -758,7 +760,7 @@ class Attention(_Bound):
         self.room = room(values, dim)
         grid = grid_of(call, shape, values)
         # Alone: what has parts for few rows too, what has none of few rows, and Hopper's tiles, which take those of few rows if they are told.
-        if shape.unit or call.q.dim() == 4 or (shape.keys and look_equal(call)):
+        if shape.unit or call.q.dim() == 4 or (shape.keys and look_equal(call) and not call.batch_invariant):
             alone = ALL_TILES if shape.keys else 0
             self.launch = self._launcher(shape, values | {"flags": values["flags"] | alone}, grid, maps=maps)
             return
@@ -826,7 +828,7 @@ class Attention(_Bound):
             q, k, v = q + within[0], k + within[1], v + within[2]
         off = ((ALIGNED | MAPPED if (k | v) & self.kv_mask else 0) | (OUT_ALIGNED | MAPPED_OUT if o & self.out_mask else 0)
                | (MAPPED_Q if q & self.q_mask else 0))
-        if off and (self.plain or self.boxed):
+        if off and self.plain or off & (ALIGNED | MAPPED | MAPPED_Q) and self.boxed:  # boxes need not bring rows to out
             if self.general is None:
                 self.general = Attention(self.device, call, self.problem, aligned=False)
             return self.general._run(call, out, lse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 
 import pytest
 import torch
@@ -168,6 +169,17 @@ def test_dense(scale):
     close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], q.dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_stay_in_range_where_scores_are_so_large_that_their_sums_round(dtype):
+    """Of 1.5 x 2^27, where float32 has steps of 16: a key 16 above what was seen before it weighs 2^16 as much, which f16 cannot hold."""
+    q, k, v = torch.zeros(1, 70, 1, 64), torch.zeros(1, 128, 1, 64), torch.randn(1, 128, 1, 64, generator=torch.Generator().manual_seed(3))
+    q[..., 0], q[..., 1], k[..., 0], k[:, 3, :, 1] = 1.5 * 2**13, 16.0, 2.0**14, 1.0
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    out, _ = prefill_sm90(Call(q, k, v, math.log(2), max_seqlen_q=70, max_seqlen_k=128))
+    kw = dict(softmax_scale=math.log(2))
+    close_out(out, reference.attention(q, k, v, **kw)[0], reference.plain(reference.attention, q, k, v, **kw)[0], dtype)
+
+
 @pytest.mark.parametrize("boxed", [True, False])
 @pytest.mark.parametrize("order", [host.FORWARD, host.RANDOM])
 def test_ragged_keys_among_which_others_poison_lies(order, boxed):
@@ -240,6 +252,8 @@ def test_rows_of_q_of_any_size_over_8_bits(options):
     want, want_lse = reference.attention_paged(*args, **kw)
     close_out(out, want, reference.plain(reference.attention_paged, *args, **kw)[0], q.dtype)
     assert torch.allclose(lse.double(), want_lse, rtol=1e-6, atol=2e-3)
+    tiny = prefill_sm90(call._replace(q=q, k_scale=1e-9), boxed=True)[0]
+    assert not tiny[3].isnan().any(), "a row of zeros, whose unit times the scale is not zero"
     spoiled = q.clone()
     spoiled[8, 0, 3], spoiled[9, 1, 7] = float("nan"), float("inf")
     out, lse = prefill_sm90(call._replace(q=spoiled), boxed=True)
