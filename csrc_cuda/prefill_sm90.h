@@ -55,7 +55,9 @@ struct PrefillSm90 {
   // Keys and values of 8 bits lie as they came until the threads that copied them, or others, make stages of them, two blocks in turn.
   static constexpr bool kWiden = sizeof(C) == 1;
   // Threads that widen what came in boxes: a warpgroup, or two warps of the copying one where products want more registers than 512 threads leave.
-  static constexpr int kWideners = !kWiden || !kBoxed ? 0 : kD > 192 ? 64 : sm90::kGroup, kWarpgroups = kConsumers + (kWideners == sm90::kGroup ? 2 : 1);
+  static constexpr int kWideners = !kWiden || !kBoxed ? 0 : kD > 192 ? 64 : sm90::kGroup;
+  static constexpr bool kOwnWideners = kWideners == sm90::kGroup;
+  static constexpr int kWarpgroups = kConsumers + (kOwnWideners ? 2 : 1);
   static constexpr int kThreads = sm90::kGroup * kWarpgroups;
   // What is multiplied: T, or f16 where q is bf16 and keys are 8 bits. Two copying warps make it of q, which are those that widen if there are no others.
   static constexpr bool kConvert = kIsBf16<T> && kWideners > 0;
@@ -81,7 +83,6 @@ struct PrefillSm90 {
   static constexpr int kKStages = kRowBytes + 5 * kStageBytes <= kRoom ? 3 : 2, kVStages = 2;
   // Of 168 or 128 registers a thread the computing ones take what accumulators, scores and weights need, the copying ones have the rest.
   static constexpr int kTakeRegisters = kConsumers == 3 ? 160 : kBoxed ? (kD > 192 ? 224 : 216) : kD > 192 ? 216 : kD > 64 ? 208 : 200;
-  static constexpr bool kOwnWideners = kWideners == sm90::kGroup;  // a warpgroup of their own
   static constexpr int kWidenRegisters = kOwnWideners ? 48 : 0;
   static constexpr int kGiveRegisters = (kWarpgroups == 4 ? 128 : 168) * kWarpgroups - kTakeRegisters * kConsumers - kWidenRegisters;
   static_assert(kConsumers == 2 || (kConsumers == 3 && kBoxed && !kWiden && kD <= 128), "registers are dealt out for these");

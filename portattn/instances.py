@@ -237,9 +237,10 @@ def mixed_shape(dtype: str, kv_dtype: str, dim: int, limits: Limits) -> Shape:
 
 # 8-bit caches of the Hopper prefill kernel.
 SM90_CACHES = ("float8_e4m3fn", "float8_e5m2")
-# Rows of a tile; head size: (warpgroups that compute, 64 rows each, keys at a time); and, of three warpgroups, the larger tiles of calls that come in boxes.
-SM90_ROWS = 128
+# Head size: (warpgroups that compute, 64 rows each, keys at a time), of which the smallest tile has so many rows; and, of three warpgroups, the larger
+# tiles of calls that come in boxes.
 SM90_TILES = {64: (2, 128), 80: (2, 128), 96: (2, 128), 128: (2, 128), 192: (2, 80), 256: (2, 64)}
+SM90_ROWS = 64 * min(consumers for consumers, _ in SM90_TILES.values())
 SM90_LARGE_TILES = {64: (3, 128), 80: (3, 112), 96: (3, 96), 128: (3, 80)}
 
 

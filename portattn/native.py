@@ -113,10 +113,14 @@ def scale_strides(scale: Tensor | float | None) -> tuple[int, int]:
     return (0, scale.stride(0)) if scale.dim() == 1 else (scale.stride(0), scale.stride(1))
 
 
+def group_of(call: Call) -> int:
+    """Query heads of a kv head."""
+    return call.q.shape[-2] // call.k.shape[-2]
+
+
 def most_tiles(call: Call, rows: int, at_most: int | None = None) -> int:
     """A bound for the tiles of `rows` packed rows that a call has, all kv heads; of sequences of `at_most` rows, if given."""
-    heads_kv = call.k.shape[-2]
-    group = call.q.shape[-2] // heads_kv
+    heads_kv, group = call.k.shape[-2], group_of(call)
     longest = call.max_seqlen_q * group
     if at_most is not None:
         longest = min(longest, at_most)
@@ -220,7 +224,7 @@ LARGE_TILES_PACE = {64: 0.87, 80: 0.86, 96: 0.92, 128: 0.96}
 
 def in_boxes(call: Call, flags: int) -> bool:
     """Whether tensor maps can bring all of q, keys and values (`tile_maps`); the driver has the last word."""
-    group = call.q.shape[-2] // call.k.shape[-2]
+    group = group_of(call)
     return (flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and (call.k.dtype is call.q.dtype or str(call.k.dtype)[6:] in SM90_CACHES)
             and 10 * (SM90_ROWS % group) < SM90_ROWS and call.rotary_cos is None and _aligned(call.q, 16))
 
@@ -230,7 +234,7 @@ def large_tiles_pay(call: Call, dim: int, limits: Limits) -> bool:
     batch_invariant no: other sequences must not decide it."""
     if dim not in SM90_LARGE_TILES or call.batch_invariant:
         return False
-    group = call.q.shape[-2] // call.k.shape[-2]
+    group = group_of(call)
     def work(tiles: tuple[int, int]) -> int:
         rows, keys = 64 * tiles[0], tiles[1]
         return rows * -(-most_tiles(call, rows - rows % group) // limits.sms) * keys * -(-call.max_seqlen_k // keys)
@@ -264,7 +268,7 @@ def units_of(call: Call, shape: Shape) -> int:
 def sharing(call: Call, shape: Shape, limits: Limits) -> dict[str, int]:
     """How a call's work is dealt out: in the decode kernel a part a resident block, in the mixed one smaller parts, whose
     number does not matter to the tiles beside them; none where every sequence has tiles."""
-    group = call.q.shape[-2] // call.k.shape[-2]
+    group = group_of(call)
     if shape.rows and (call.q.dim() == 4 or not shape.unit):
         return {"lines": 1, "line_heads": 0, "workers": 0, "mixed_stride": limits.sms}
     units = most_tiles(call, TILE_ROWS, DECODE_ROWS if shape.rows else None) * units_of(call, shape)
@@ -279,7 +283,7 @@ def grid_of(call: Call, shape: Shape, values: dict[str, Any]) -> tuple[int, int]
     if not shape.rows:
         return values["lines"], values["workers"]
     if not shape.unit:
-        tiles = most_tiles(call, tile_rows(shape, call.q.shape[-2] // call.k.shape[-2]))
+        tiles = most_tiles(call, tile_rows(shape, group_of(call)))
         return min(tiles, values["mixed_stride"]) if shape.keys else tiles, 1
     return most_tiles(call, shape.rows) + values["lines"] * values["workers"], 1
 
@@ -453,7 +457,7 @@ def tile_maps(encode: Any, call: Call, out: Mapped, shape: Shape, dim: int, flag
     """(what makes TileMaps for such calls, the flags of what is mapped): what is aligned and has strides that the driver accepts; keys of 8 bits
     where the kernel takes nothing but boxes."""
     keys = shape.keys
-    group, wanted = call.q.shape[-2] // call.k.shape[-2], []
+    group, wanted = group_of(call), []
     rows = math.gcd(call.k.shape[1], keys) if call.block_table is not None else keys
     same = call.k.dtype is call.q.dtype
     if flags & (ALIGNED | UNIFORM_PAGES) == ALIGNED | UNIFORM_PAGES and (same or shape.boxed):
