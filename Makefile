@@ -7,7 +7,7 @@
 #   make demo ARGS="--help"      ARGS is passed on, for test to pytest
 #   make demo PYTHON=python3.12  the Python to use
 #   make demo TORCH=existing     use the torch that $(PYTHON) already has (a CUDA or ROCm build, say); TORCH=2.6.0: that version;
-#                                TORCH=2.13.0+rocm7.2: PyTorch's build of it for ROCm
+#                                TORCH=2.13.0+rocm7.2: PyTorch's build of it for ROCm, from the index that PIP_EXTRA_INDEX_URL names
 #
 # Without make (Windows): python tools/dev.py demo
 

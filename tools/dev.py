@@ -8,7 +8,7 @@ torch is used:
 
     TORCH=existing        the torch that the Python running this file already has (a CUDA, ROCm or nightly build)
     TORCH=2.6.0           that version instead of the tested one
-    TORCH=2.13.0+rocm7.2  that build of it, from PyTorch's own index (PyPI's for Linux is for CUDA)
+    TORCH=2.13.0+rocm7.2  that build of it, from the index of PyTorch's that PIP_EXTRA_INDEX_URL names (PyPI's for Linux is for CUDA)
 
 Package indexes, proxies and caches are pip's: set PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX and so on. Any build of
 torch will do, one for CPU only included.
@@ -126,6 +126,9 @@ def diagnose(words):
             "(PIP_INDEX_URL, PIP_PROXY, or PIP_NO_INDEX=1 with PIP_FIND_LINKS)"
         )
     missing = [line for line in lines if "No matching distribution found for" in line]
+    build = os.environ.get("TORCH", "").partition("+")[2]
+    if build and (missing or "ResolutionImpossible" in words):
+        return f"pip found no torch of the build {build}; PyTorch has an index for each build, which PIP_EXTRA_INDEX_URL can name"
     if missing:
         wanted = missing[-1].split(" for ")[-1]
         version = "%d.%d" % sys.version_info[:2]
@@ -136,12 +139,6 @@ def diagnose(words):
         return "pip found no versions that fit each other and tools/constraints.txt in the index or folders that it reached"
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"]
     return "pip failed: " + errors[-1]
-
-
-def index_of(torch):
-    """pip's options for the index that has a build of torch: of PyTorch where the version names the build, else the usual one."""
-    build = torch.partition("+")[2]
-    return ["--extra-index-url", "https://download.pytorch.org/whl/" + build] if build else []
 
 
 def brings_triton():
@@ -194,7 +191,7 @@ def setup():
         f.write("\n".join(pins) + "\n")
     say("2/3 installing what portattn, its tests and its demo need")
     pip("-c", chosen, "scikit-build-core")
-    pip("-c", chosen, *index_of(torch), "--no-build-isolation", "-e", ".[test,demo,lint]")
+    pip("-c", chosen, "--no-build-isolation", "-e", ".[test,demo,lint]")
     if not brings_triton():  # only then: triton-rocm, which a build for ROCm brings, lies where triton would
         pip(*[re.sub("==[^;]*", "", line, count=1) if torch else line for line in triton])
     say("3/3 installing the demo's model, SmolLM2-135M-Instruct (93 MB)")

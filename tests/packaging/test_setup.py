@@ -139,27 +139,32 @@ def test_the_tests_extra_asks_for_no_triton():
 
 
 WHERE = '; sys_platform == "linux" and platform_machine == "x86_64"'
-ROCM_INDEX = "https://download.pytorch.org/whl/rocm7.2"
 
 
-@pytest.mark.parametrize("torch, brings, pin, index, triton", [
-    ("", True, "torch==2.13.0", None, None),
-    ("", False, "torch==2.13.0", None, "triton==3.9.0" + WHERE),
-    ("2.6.0", True, "torch==2.6.0", None, None),
-    ("2.6.0", False, "torch==2.6.0", None, "triton" + WHERE),
-    ("2.13.0+rocm7.2", True, "torch==2.13.0+rocm7.2", ROCM_INDEX, None),
+@pytest.mark.parametrize("torch, brings, pin, triton", [
+    ("", True, "torch==2.13.0", None),
+    ("", False, "torch==2.13.0", "triton==3.9.0" + WHERE),
+    ("2.6.0", True, "torch==2.6.0", None),
+    ("2.6.0", False, "torch==2.6.0", "triton" + WHERE),
+    ("2.13.0+rocm7.2", True, "torch==2.13.0+rocm7.2", None),
 ])
-def test_the_set_up_asks_for_the_chosen_torch_and_for_a_triton_where_that_brings_none(dev, monkeypatch, tmp_path, torch, brings, pin, index, triton):
+def test_the_set_up_asks_for_the_chosen_torch_and_for_a_triton_where_that_brings_none(dev, monkeypatch, tmp_path, torch, brings, pin, triton):
     asked = []
     for name, value in {"VENV": str(tmp_path), "STAMP": str(tmp_path / "stamp"), "check_python": lambda: None, "check_disk": lambda torch: None,
                         "create_venv": lambda: None, "pip": lambda *given: asked.append(given), "brings_triton": lambda: brings}.items():
         monkeypatch.setattr(dev, name, value)
     monkeypatch.setenv("TORCH", torch)
     dev.setup()
-    [portattn] = [given for given in asked if "-e" in given]
     assert [line for line in (tmp_path / "constraints.txt").read_text().splitlines() if line.startswith("torch")] == [pin]
-    assert (portattn[portattn.index("--extra-index-url") + 1] if "--extra-index-url" in portattn else None) == index
+    assert sum("-e" in given for given in asked) == 1 and not any("index-url" in x for given in asked for x in given), "indexes are pip's own setting"
     assert [given for given in asked if given[0].startswith("triton")] == ([(triton,)] if triton else [])
+
+
+def test_a_build_that_the_index_lacks_is_said_to_have_an_index_of_its_own(dev, monkeypatch):
+    words = "ERROR: Could not find a version that satisfies the requirement torch (from versions: 2.12.0, 2.13.0)\nERROR: No matching distribution found for torch"
+    assert "PIP_EXTRA_INDEX_URL" not in dev.diagnose(words)
+    monkeypatch.setenv("TORCH", "2.13.0+rocm7.2")
+    assert "rocm7.2" in dev.diagnose(words) and "PIP_EXTRA_INDEX_URL" in dev.diagnose(words)
 
 
 @pytest.mark.build
